@@ -1,0 +1,59 @@
+# Every target that needs the environment makes it first. Python: make install PYTHON=python3.12
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(VENV)/bin/pip
+STAMP := $(VENV)/.installed
+UV := uv==0.13.9
+PROJECT := -c constraints.txt -e '.[dev,slurm]'
+
+.PHONY: help install quickstart test lint format constraints clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make .venv with every package pinned
+
+quickstart: $(STAMP) ## train with four optimizers on two workers, then print the table (a few minutes on 2 cores)
+	$(PY) train.py -m experiment=quickstart optimizer=adamw,galore,one_sided,tsr
+	$(PY) -m sweep.report runs/quickstart --out reports/quickstart
+
+# One thread a process: the workers that tests start share the cores with pytest-xdist's own.
+test: $(STAMP) ## run the whole test suite
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
+
+lint: $(STAMP) ## check lint rules, formatting and types
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+format: $(STAMP) ## rewrite the code in the project's format
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+# The accelerator libraries stay unpinned: which of them are needed depends on the build of torch that is installed.
+constraints: $(PIP) ## pin anew: the newest packages that pyproject.toml allows
+	$(PY) -m pip install -q '$(UV)'
+	UV_FIND_LINKS= $(PY) -m uv pip compile -q --universal --python-version 3.10 --all-extras --upgrade --no-annotate \
+	    --no-header pyproject.toml -o $(VENV)/resolved.txt
+	{ echo '# Made by "make constraints"; do not edit.'; \
+	    grep -vE '^(nvidia-|cuda-|triton)' $(VENV)/resolved.txt; } > constraints.txt
+
+clean: ## remove .venv and all caches; runs/ and reports/ stay
+	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip is the last file that venv writes, so a half-made environment is made again.
+$(PIP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	    echo "Python 3.10 or newer is needed, and '$(PYTHON)' is not. Name one: make install PYTHON=python3.12" >&2; exit 1; }
+	@echo "Making $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+
+# uv is several times faster than pip. It reads no PIP_* variable, so a folder of wheels meant for pip is handed on.
+$(STAMP): pyproject.toml constraints.txt | $(PIP)
+	@echo "Installing the packages"
+	@{ $(PY) -m pip install -q '$(UV)' \
+	    && UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(PY) -m uv pip install -q --compile-bytecode --python $(PY) $(PROJECT); \
+	} || { echo "uv failed; installing with pip"; $(PY) -m pip install -q $(PROJECT); }
+	@touch $@

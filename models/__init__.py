@@ -1,0 +1,22 @@
+"""Language models trained by the harness, in plain torch.
+
+What is here: `llama.py`, the LLaMA decoder with its loss, its construction from `conf/model/*.yaml` and its exchange of
+weights with transformers.
+
+Notation, used in every docstring of this package:
+
+    B   rows (sequences) of a batch
+    T   positions of a row, padding included
+    V   vocabulary size
+    H   hidden size
+    N   attention heads, each of size D = H / N
+
+A model class carries `ROLES`, which says by parameter name what each parameter is (embedding, head, linear, vector):
+the optimizer treats a parameter by its role, never by its shape.
+"""
+
+from __future__ import annotations
+
+from models.llama import Llama, LlamaConfig, build, load_safetensors, next_token_losses, save_safetensors
+
+__all__ = ["Llama", "LlamaConfig", "build", "load_safetensors", "next_token_losses", "save_safetensors"]

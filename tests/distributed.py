@@ -1,0 +1,227 @@
+"""Worlds of local workers, an independent count of what they send, and a small model to give them work.
+
+Workers are forked from a server process that has torch imported already, so that a world costs a fraction of a second.
+It still pays to put many checks into one world.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tsr import TSR, TSRSVD, AdamW, Communicator, GaLore, LowRankAdam, OneSided, TSRPaper
+
+Result = TypeVar("Result")
+
+TIMEOUT_S = 120.0
+_CONTEXT = multiprocessing.get_context("forkserver")
+# torch imports its `_dynamo` when the first optimizer or dispatch mode is made, which takes seconds.
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "tsr", "pytest"])
+
+
+class WorkerError(RuntimeError):
+    """A worker raised; the message is its traceback."""
+
+
+def run(world_size: int, function: Callable[..., Result], *args: Any) -> list[Result]:
+    """Call ``function(*args)`` on every worker of a gloo group; return the results by rank.
+
+    ``function`` is a module-level function; arguments and results are pickled.
+
+    Raises:
+        WorkerError: If a worker raised or died; it carries the traceback of the first that did.
+        TimeoutError: If they are not done after `TIMEOUT_S`.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        pending: dict[Connection, int] = {}
+        workers = []
+        for rank in range(world_size):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            worker = _CONTEXT.Process(
+                target=_work, args=(sender, f"file://{directory}/rendezvous", rank, world_size, function, args), daemon=True
+            )
+            worker.start()
+            sender.close()  # ours, so that a dead worker ends the stream
+            pending[receiver] = rank
+            workers.append(worker)
+        try:
+            results = _collect(pending)
+            for worker in workers:
+                worker.join(TIMEOUT_S)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.join()
+    return results
+
+
+def _collect(pending: dict[Connection, int]) -> list[Any]:
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + TIMEOUT_S
+    while pending:
+        ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"workers {sorted(pending.values())} gave no result in {TIMEOUT_S:.0f} s")
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = pending.pop(receiver)
+            try:
+                succeeded, results[rank] = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                raise WorkerError(f"worker {rank} died without a word") from None
+            if not succeeded:
+                raise WorkerError(f"worker {rank} of {rank + len(pending) + 1} or more:\n{results[rank]}")
+    return [results[rank] for rank in sorted(results)]
+
+
+def _work(
+    sender: Connection, address: str, rank: int, world_size: int, function: Callable[..., Any], args: Sequence[Any]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=address, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S)
+        )
+        answer = (True, function(*args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    # Before the group goes: the peers of a worker that raised fail as soon as it does, and its word must come first.
+    sender.send_bytes(pickle.dumps(answer))  # not `send`, which would pass tensors by a file of a process that ends
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class CollectiveOracle(TorchDispatchMode):
+    """Counts the collectives that torch dispatches, with their payload: numel x itemsize of what a worker hands over.
+
+    It knows nothing of the ledger. ``calls`` and ``bytes`` are by the name of the operator; one that it has no rule for
+    is an error, not a zero.
+    """
+
+    _PAYLOAD_ARGUMENT = {"allreduce_": 0, "broadcast_": 0}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        return self.bytes.total()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            name = func.__name__.split(".")[0]
+            payload = tree_leaves(args[self._PAYLOAD_ARGUMENT[name]])
+            self.calls[name] += 1
+            self.bytes[name] += sum(tensor.numel() * tensor.itemsize for tensor in payload)
+        return func(*args, **(kwargs or {}))
+
+
+VOCABULARY, WIDTH, ROWS, LENGTH, IGNORED = 40, 12, 8, 10, -100
+
+
+class Toy(nn.Module):
+    """A language model of sorts with every sort of block: tall, wide, square, too small for its rank, never used."""
+
+    ROLES = {  # noqa: RUF012
+        "embedding": ["embedding.weight"],
+        "linear": ["tall.weight", "wide.weight", "square.weight", "small.weight", "idle.weight"],
+        "head": ["head.weight"],
+        "vector": ["norm"],
+    }
+
+    def __init__(self, *, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.tall = nn.Linear(width, 20, bias=False)
+        self.wide = nn.Linear(20, width, bias=False)
+        self.square = nn.Linear(width, width, bias=False)
+        self.small = nn.Linear(width, 3, bias=False)
+        self.idle = nn.Linear(width, 9, bias=False)
+        self.norm = nn.Parameter(torch.ones(width))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the losses of all targets that are not `IGNORED`; tokens and targets are rows x length."""
+        hidden = self.embedding(tokens)
+        hidden = hidden + self.square(hidden)
+        hidden = (hidden + self.wide(torch.tanh(self.tall(hidden)))) * self.norm
+        hidden = hidden * torch.sigmoid(self.small(hidden).sum(-1, keepdim=True))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def make_toy(dtype: torch.dtype = torch.float32) -> Toy:
+    """The same `Toy` on every worker."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Toy().to(dtype)
+
+
+def global_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, `ROWS` x `LENGTH`; padding leaves row i ``LENGTH - i`` loss tokens."""
+    tokens, targets = torch.randint(VOCABULARY, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+    for row in range(ROWS):
+        targets[row, LENGTH - row :] = IGNORED
+    return tokens, targets
+
+
+def backward(model: nn.Module, step: int, *, rank: int = 0, world_size: int = 1, accumulation: int = 1) -> float:
+    """Gradients of this worker's rows of the global batch, such that their mean over the workers is that of the
+    global mean loss; returns this worker's share of that loss, times the world size."""
+    tokens, targets = global_batch(step)
+    factor = world_size / int((targets != IGNORED).sum())
+    mine = slice(rank, None, world_size)
+    total = 0.0
+    for part, wanted in zip(tokens[mine].chunk(accumulation), targets[mine].chunk(accumulation), strict=True):
+        loss = model(part, wanted) * factor
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+INTERVALS = {"linear": 2, "embedding": 3}
+CHOICES: dict[str, Any] = {"lr": 0.01, "rank": {"linear": 4, "embedding": 3}, "refresh": INTERVALS}
+
+METHODS: dict[str, Callable[..., LowRankAdam]] = {
+    "adamw": AdamW,
+    "galore": GaLore,
+    "one_sided": OneSided,
+    "tsr": TSR,
+    "tsr_paper": TSRPaper,
+    "tsr_svd": TSRSVD,
+}
+VARIANTS: dict[str, Callable[..., LowRankAdam]] = {
+    **METHODS,
+    "power": partial(TSR, refresh={**INTERVALS, "power_iterations": 2}),
+    "previous": partial(TSR, refresh={**INTERVALS, "start": "previous"}),
+    "late_phase": partial(TSR, refresh={**INTERVALS, "phase": 0}),
+    "one_sided_embedding": partial(OneSided, subspace={"embedding": "one_sided"}),
+    "low_rank_head": partial(TSR, rank={"linear": 4, "embedding": 3, "head": 5}, refresh={**INTERVALS, "head": 2}),
+    "rotate": partial(TSR, moments="rotate"),
+    "reset": partial(TSR, moments="reset"),
+    "clipped": partial(TSR, clip_norm=0.01),
+}
+
+
+def make_optimizer(variant: str, model: nn.Module, *, communicator: Communicator | None = None) -> LowRankAdam:
+    """One of `VARIANTS`, with small ranks and intervals."""
+    factory = VARIANTS[variant]
+    given = factory.keywords if isinstance(factory, partial) else {}
+    return factory(model, communicator=communicator, **{k: v for k, v in CHOICES.items() if k not in given})

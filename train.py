@@ -1,0 +1,279 @@
+"""Train one job, or a sweep of jobs: compose the configuration, check it, start the workers, train, record.
+
+    python train.py model=llama_60m optimizer=tsr nproc=2          # two local workers
+    torchrun --nproc-per-node 2 train.py optimizer=tsr             # joins torchrun's workers instead
+    python train.py -m optimizer=adamw,tsr seed=0,1,2              # a sweep; what is done already is skipped
+    python train.py experiment=table3 model=llama_1b dry_run=true world_size=64    # bytes and memory, no training
+
+Everything that can be wrong with the input is found before a worker starts or a record is written.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, InstantiationException
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor, nn
+
+import data
+from models import next_token_losses
+from tsr import Communicator
+from tsr.blocks import describe
+from tsr.harness import checkpoint
+from tsr.harness.checkpoint import Checkpoint
+from tsr.harness.dryrun import count_bytes, fake_workers
+from tsr.harness.hydra_hooks import plain, register_resolvers
+from tsr.harness.launch import Interrupted, WorkersFailed, World, external_world, pick_device, start_workers
+from tsr.harness.loop import Trainer
+from tsr.harness.mirror import Mirror
+from tsr.harness.rundir import LOGGER, RunDirectory
+from tsr.harness.settings import Schedule, TrainerSettings
+from tsr.harness.summary import summarise
+
+Config = dict[str, Any]
+register_resolvers()
+
+
+class JobFailed(CompactHydraException):
+    """A job that did not end well. Hydra prints the message alone, and the exit status is 1."""
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    """One job, as Hydra has composed it."""
+    directory = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        run_job(cfg, directory)
+    except (ValueError, ConnectionError, OmegaConfBaseException, InstantiationException) as error:
+        if not any(directory.iterdir()):
+            directory.rmdir()  # Hydra made it; a job that is refused leaves no trace
+        _give_up(f"error: {_explain(error)}")
+    except WorkersFailed as error:
+        summary = RunDirectory(directory, {}).summary() or {}
+        _give_up(f"error: {summary.get('error', error)}; see {directory / 'train.log'}")
+
+
+def run_job(cfg: DictConfig, directory: Path) -> None:
+    """Check the job, prepare its data, start its workers and wait for them.
+
+    Raises:
+        ValueError: If something is wrong with the input; nothing has been started or recorded then.
+        WorkersFailed: If a worker failed; the run record says why.
+    """
+    config = plain(cfg)
+    run = RunDirectory(directory, config)
+    expected = check(config)
+    run.check_owner()
+    if run.is_done and config["resume"] == "auto":
+        print(f"done already, skipped: {directory} (resume=null runs it again)")
+        return
+    if config["dry_run"]:
+        with run.lock():
+            dry_run(config, run)
+        return
+    prepared = data.prepare(instantiate(config["data"]), vocab_size=config["model"]["vocab_size"])
+    found = checkpoint.find(config["resume"], run.checkpoints, expected)
+    world = external_world()
+    if world is not None:
+        work(world, config, directory, prepared, found)
+        return
+    with run.lock():
+        print(f"run directory: {directory}")
+        run.summary_path.unlink(missing_ok=True)
+        try:
+            start_workers(work, (config, directory, prepared, found), nproc=config["nproc"])
+        except BaseException as error:
+            run.fail(str(error) or type(error).__name__)  # kept only if no worker could say why itself
+            raise
+
+
+def check(config: Config) -> dict[str, list[Any]]:
+    """Find what is wrong with a job's values, with a model of no weights; return what a checkpoint must look like."""
+    nproc, world = config["nproc"], external_world()
+    if not isinstance(nproc, int) or nproc < 1:
+        raise ValueError(f"nproc must be at least 1 worker, got {nproc}")
+    if world is not None and world.size != nproc:
+        raise ValueError(f"nproc={nproc}, but the launcher started {world.size} workers; leave nproc out")
+    workers = nproc
+    if config["dry_run"]:
+        workers = config["world_size"] or nproc
+        if not isinstance(workers, int) or workers < 1:
+            raise ValueError(f"world_size must be at least 1 worker, got {workers}")
+    elif config["world_size"] is not None:
+        raise ValueError(f"world_size={config['world_size']} is for dry runs; start real workers with nproc")
+    settings = TrainerSettings(**config["trainer"])
+    settings.check_world(workers)
+    Schedule(**config["schedule"], steps=settings.steps)
+    pick_device(config["device"], 0)
+    if config["task"]["name"] != "pretrain":
+        raise ValueError(f"task must be pretrain, got {config['task']['name']!r}")
+    if config["logger"]["name"] not in ("wandb", "none"):
+        raise ValueError(f"logger must be wandb or none, got {config['logger']['name']!r}")
+    length, positions = config["data"]["sequence_length"], config["model"]["max_positions"]
+    if length > positions:
+        raise ValueError(f"data.sequence_length={length} exceeds model.max_positions={positions}; raise that one")
+    model = build_model(config, "meta")
+    return checkpoint.signature(model, build_optimizer(config, model, Communicator(**config["comm"])))
+
+
+def build_model(config: Config, device: torch.device | str) -> nn.Module:
+    """The model with weights from ``seed``, the same on every worker."""
+    model: nn.Module = instantiate(config["model"], seed=config["seed"], device=device)
+    return model
+
+
+def build_optimizer(config: Config, model: nn.Module, communicator: Communicator) -> Any:
+    """The optimizer that the configuration names: `tsr.build`, or any function of the same arguments."""
+    groups = {key: config[key] for key in ("subspace", "rank", "refresh", "lr_factor")}
+    make = instantiate(config["optimizer"], _partial_=True)
+    return make(model, communicator=communicator, seed=config["seed"], **groups)
+
+
+def next_token(model: nn.Module, batch: data.Batch) -> Tensor:
+    """Losses of the tokens that follow, 0 where rows are padded."""
+    return next_token_losses(model(batch.tokens), batch.tokens, batch.lengths)
+
+
+def work(world: World, config: Config, directory: Path, prepared: data.Prepared, found: Checkpoint | None) -> None:
+    """One worker, from joining the others to its end; a failure is recorded by the worker that sees it first."""
+    run = RunDirectory(directory, config)
+    run.log_to_file(rank=world.rank)
+    device = pick_device(config["device"], world.local_rank)
+    try:
+        with world.joined(device):
+            train(config, run, prepared, found, device)
+    except BaseException as error:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # a second signal must not cut the record short
+        reason = "interrupted" if isinstance(error, KeyboardInterrupt | Interrupted) else type(error).__name__
+        run.fail(f"{reason}: {error}".rstrip(": "), rank=world.rank)
+        LOGGER.error("failed: %s: %s", reason, error, exc_info=reason != "interrupted")
+        raise
+
+
+def train(
+    config: Config, run: RunDirectory, prepared: data.Prepared, found: Checkpoint | None, device: torch.device
+) -> None:
+    """Train the job on this worker, and write its record on the first one."""
+    communicator = Communicator(**config["comm"])
+    first = communicator.rank == 0
+    found = communicator.broadcast_object(found)
+    model = build_model(config, device)
+    communicator.broadcast([*model.parameters(), *model.buffers()])
+    optimizer = build_optimizer(config, model, communicator)
+    settings = TrainerSettings(**config["trainer"])
+    if first:
+        source = found and found.path.parent.parent / "metrics.jsonl"
+        run.begin(resumed_step=found.step if found else 0, source=source)
+        LOGGER.info("%s", "resuming from " + str(found.path) if found else "starting afresh")
+        for row in describe(optimizer.blocks):
+            LOGGER.info("blocks: %s", ", ".join(f"{key} {value}" for key, value in row.items() if value))
+    mirror = Mirror(run, config["logger"]) if first else None
+
+    place = {"rank": communicator.rank, "world_size": communicator.world_size}
+    micro_batch = settings.micro_batch or settings.global_batch
+    trainer = Trainer(
+        model,
+        optimizer,
+        next_token,
+        steps=lambda step: data.training_steps(
+            prepared.train,
+            data_seed=config["data_seed"],
+            global_batch=settings.global_batch,
+            micro_batch=micro_batch,
+            first_step=step,
+            last_step=settings.steps,
+            num_workers=config["data"]["num_workers"],
+            **place,
+        ),
+        evaluation=partial(
+            data.evaluation_batches,
+            prepared.validation,
+            micro_batch=min(micro_batch, settings.global_batch // communicator.world_size),
+            max_rows=settings.eval_rows,
+            **place,
+        ),
+        settings=settings,
+        schedule=Schedule(**config["schedule"], steps=settings.steps),
+        lr=config["optimizer"]["lr"],
+        run=run,
+        mirror=mirror,
+    )
+    try:
+        if found:
+            trainer.restore(found)
+        trainer.fit()
+    except BaseException:
+        if mirror:
+            mirror.abandon()
+        raise
+    if first and mirror:
+        summary = summarise(config, optimizer, model, communicator.ledger, world_size=communicator.world_size) | {
+            **{key: value for key, value in trainer.progress.items() if key not in ("step", "seconds")},
+            **trainer.last_evaluation,
+            "data": prepared.record,
+            "duration_s": trainer.progress["seconds"],
+        }
+        mirror.finish(summary, communicator.ledger.table())
+        run.finish(summary)
+
+
+def dry_run(config: Config, run: RunDirectory) -> None:
+    """Count bytes and memory of the job on meta tensors, and record them."""
+    start = time.perf_counter()
+    workers, settings = config["world_size"] or config["nproc"], TrainerSettings(**config["trainer"])
+    with fake_workers(workers):
+        model = build_model(config, "meta")
+        optimizer = build_optimizer(config, model, Communicator(**config["comm"]))
+        ledger = count_bytes(optimizer, steps=settings.steps)
+    positions = settings.steps * settings.global_batch * config["data"]["sequence_length"]
+    summary = summarise(config, optimizer, model, ledger, world_size=workers) | {
+        "tokens": positions,  # a dry run reads no text: rows count as full
+        "positions": positions,
+        "duration_s": time.perf_counter() - start,
+    }
+    run.begin(resumed_step=0)
+    run.finish(summary)
+    print(f"run directory: {run.path}")
+    for key in ("comm/bytes_per_step", "comm/peak_bytes", "paper/comm/bytes_per_step", "paper/comm/peak_bytes"):
+        print(f"{key:28} {summary[key] / 1e9:.5f} G")
+    for key in ("memory/optimizer_state_bytes", "memory/weight_bytes", "paper/memory_bytes"):
+        print(f"{key:28} {summary[key] / 1e9:.4f} G")
+
+
+def _explain(error: Exception) -> str:
+    """The message of what a user did wrong, without Hydra's wrapping."""
+    cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
+    return str(cause).strip() or type(cause).__name__
+
+
+def _give_up(message: str) -> None:
+    """End the job with one message: a sweep shows it at once and goes on, and its exit status tells at the end."""
+    world = external_world()
+    if world is not None and world.rank > 0:
+        sys.exit(1)  # the first worker says it
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        overrides = ", ".join(HydraConfig.get().overrides.task)
+        message = f"job {HydraConfig.get().job.num} ({overrides}): {message}"
+        print(message, file=sys.stderr, flush=True)
+    raise JobFailed(message)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (KeyboardInterrupt, Interrupted):
+        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
+        sys.exit(130)

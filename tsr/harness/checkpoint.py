@@ -1,0 +1,125 @@
+"""Checkpoints: everything that a run needs to go on, bit for bit.
+
+`step_XXXXXXXX/` holds `state.pt` (parameters, optimizer state, progress) and `meta.json` (what it is the state of).
+What depends on the step alone is not saved: data order, sketches and learning rate are functions of it. A checkpoint
+appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tsr.harness.rundir import LOGGER, write_atomically
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk that was found to be whole and to fit."""
+
+    path: Path
+    step: int
+
+    def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """``{"model", "optimizer", "progress"}``."""
+        return dict(torch.load(self.path / "state.pt", map_location=device, weights_only=True))
+
+
+def signature(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
+    """Names, shapes and dtypes of parameters and of their optimizer state: what must agree for a checkpoint to fit."""
+    entries: dict[str, list[Any]] = {}
+    for name, parameter in model.named_parameters():
+        entries[name] = [list(parameter.shape), str(parameter.dtype)]
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                entries[f"{name} ({key})"] = [list(value.shape), str(value.dtype)]
+    return entries
+
+
+def save(
+    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any], *, keep: int
+) -> Path:
+    """Write the checkpoint of ``step`` and drop all but the ``keep`` newest."""
+    path = folder / f"step_{step:08d}"
+    partial = folder / f".partial_{path.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with (partial / "state.pt").open("wb") as file:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    write_atomically(partial / "meta.json", json.dumps({"step": step, "signature": signature(model, optimizer)}))
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
+    for old in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(folder.glob("step_*"))
+
+
+def find(resume: str | None, folder: Path, expected: dict[str, list[Any]]) -> Checkpoint | None:
+    """The checkpoint to resume from.
+
+    Args:
+        resume: ``auto`` takes the newest sound one of ``folder``, if there is any; ``None`` starts afresh; otherwise
+            the path of a checkpoint or of a run directory.
+        folder: The run's own checkpoints.
+        expected: `signature` of the model and optimizer that are to take it over.
+
+    Raises:
+        ValueError: If the one that was asked for by path is missing, damaged or of another model or optimizer.
+    """
+    if resume is None:
+        return None
+    if resume == "auto":
+        for path in reversed(list_checkpoints(folder)):
+            try:
+                return _open(path, expected)
+            except ValueError as error:
+                LOGGER.warning("%s; trying an older checkpoint", error)
+        return None
+    path = Path(resume)
+    if (path / "checkpoints").is_dir():
+        found = list_checkpoints(path / "checkpoints")
+        if not found:
+            raise ValueError(f"resume={resume}: this run has no checkpoint yet")
+        path = found[-1]
+    return _open(path, expected)
+
+
+def _open(path: Path, expected: dict[str, list[Any]]) -> Checkpoint:
+    if not (path / "meta.json").is_file():
+        raise ValueError(f"resume={path}: no checkpoint is there; give a folder .../checkpoints/step_XXXXXXXX or auto")
+    try:
+        meta = json.loads((path / "meta.json").read_text())
+        torch.load(path / "state.pt", map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # torch reports damage in many ways
+        raise ValueError(
+            f"resume={path}: the checkpoint is damaged ({type(error).__name__}); use an older one"
+        ) from None
+    found = meta["signature"]
+    for name in expected.keys() | found.keys():
+        if expected.get(name) != found.get(name):
+            raise ValueError(
+                f"resume={path}: the checkpoint is of another model or optimizer: {name} is "
+                f"{_shape(found.get(name))} there and {_shape(expected.get(name))} here; use the configuration it was "
+                f"made with"
+            )
+    return Checkpoint(path, int(meta["step"]))
+
+
+def _shape(entry: list[Any] | None) -> str:
+    return (
+        "absent" if entry is None else f"{'x'.join(map(str, entry[0])) or 'scalar'} {entry[1].removeprefix('torch.')}"
+    )

@@ -1,0 +1,58 @@
+"""Hydra's hooks: resolvers for the names of runs, and a check of the output directory before Hydra makes it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tsr.harness.launch import external_world
+from tsr.harness.settings import run_name
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The job's configuration, resolved, as plain values; Hydra's own node is left out."""
+    keys = [str(key) for key in config if key != "hydra"]
+    values = OmegaConf.to_container(OmegaConf.masked_copy(config, keys), resolve=True, throw_on_missing=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def register_resolvers() -> None:
+    """``${run_name:}`` names a job's directory; ``${world_size:}`` is torchrun's number of workers, or 1."""
+
+    def name(*, _root_: DictConfig) -> str:
+        try:
+            return run_name(plain(_root_))
+        except (OmegaConfBaseException, KeyError, TypeError):
+            return "invalid"  # the job itself says what is wrong with its configuration
+
+    def world_size() -> int:
+        world = external_world()
+        return 1 if world is None else world.size
+
+    OmegaConf.register_new_resolver("run_name", name, replace=True)
+    OmegaConf.register_new_resolver("world_size", world_size, replace=True)
+
+
+class CheckDirectory(Callback):
+    """Refuse, in one line, an output directory that cannot be made."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self._check("hydra.run.dir", config)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self._check("hydra.sweep.dir", config)
+
+    def _check(self, key: str, config: DictConfig) -> None:
+        directory = Path(str(OmegaConf.select(config, key))).absolute()
+        existing = next(path for path in (directory, *directory.parents) if path.exists())
+        if not existing.is_dir():
+            sys.exit(f"error: {key}={directory}: {existing} is a file, so no directory can be made there; give another")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            sys.exit(f"error: {key}={directory}: no permission to write in {existing}; give another directory")

@@ -1,0 +1,150 @@
+"""Starting workers: fresh local processes, or the ones that torchrun (or another launcher) has started already."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+STOP_SECONDS = 10.0
+# glibc gives the pages of large buffers back to the system after every step otherwise, and takes them anew.
+ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "20000000000", "MALLOC_TOP_PAD_": "268435456"}
+
+
+class Interrupted(BaseException):
+    """SIGTERM or SIGINT, raised where Python happens to be: no ``except Exception`` may swallow it."""
+
+
+class WorkersFailed(Exception):
+    """A worker ended with an error; the others were stopped."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the workers."""
+
+    rank: int
+    size: int
+    local_rank: int
+    init_method: str
+
+    @contextlib.contextmanager
+    def joined(self, device: torch.device) -> Iterator[None]:
+        """Be a member of the process group; a single worker needs none."""
+        if self.size == 1 and self.init_method != "env://":
+            yield
+            return
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, init_method=self.init_method, rank=self.rank, world_size=self.size, timeout=timedelta(minutes=30)
+        )
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def external_world() -> World | None:
+    """This process's place if a launcher such as torchrun has started it, else ``None``."""
+    if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
+        return None
+    rank = int(os.environ["RANK"])
+    return World(rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank)), "env://")
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """``auto`` is this worker's GPU if there is one, else the CPU."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch finds no GPU here; use device=cpu or auto")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(f"worker {local_rank} has no GPU: {torch.cuda.device_count()} are here; lower nproc")
+    return torch.device("cuda", local_rank)
+
+
+def start_workers(function: Callable[..., None], arguments: tuple[Any, ...], *, nproc: int) -> None:
+    """Run ``function(world, *arguments)`` in ``nproc`` fresh processes and wait for them.
+
+    Raises:
+        WorkersFailed: If one fails; the others are stopped first.
+        Interrupted, KeyboardInterrupt: On SIGTERM and SIGINT, after all workers have ended.
+    """
+    with tempfile.TemporaryDirectory() as folder, _environment(nproc), raise_on_sigterm():
+        store = f"file://{Path(folder) / 'store'}"
+        context = multiprocessing.start_processes(
+            _enter, (function, nproc, store, arguments), nprocs=nproc, join=False, start_method="spawn"
+        )
+        assert context is not None
+        try:
+            while not context.join(timeout=1.0, grace_period=STOP_SECONDS):
+                pass
+        except multiprocessing.ProcessRaisedException as error:
+            raise WorkersFailed(str(error).strip()) from None
+        except multiprocessing.ProcessExitedException as error:
+            raise WorkersFailed(f"worker {error.error_index}: {error}") from None
+        finally:
+            _stop(context.processes)
+
+
+def _enter(rank: int, function: Callable[..., None], nproc: int, store: str, arguments: tuple[Any, ...]) -> None:
+    try:
+        with raise_on_sigterm():
+            function(World(rank, nproc, rank, store), *arguments)
+    except (KeyboardInterrupt, Interrupted):
+        # torch takes a KeyboardInterrupt for a clean end; the parent must see that this worker did not finish.
+        raise RuntimeError("interrupted") from None
+
+
+def _stop(processes: list[Any]) -> None:
+    """End what still runs: politely, then by force."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    for process in processes:
+        process.join(STOP_SECONDS)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+@contextlib.contextmanager
+def raise_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into `Interrupted` for a while, so that a preempted job can say so in its record."""
+
+    def handler(number: int, frame: object) -> None:
+        raise Interrupted(signal.Signals(number).name)
+
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def _environment(nproc: int) -> Iterator[None]:
+    """What workers inherit: a fair share of the cores, the loopback interface, an allocator that keeps its pages."""
+    wanted = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **ALLOCATOR}
+    if sys.platform == "linux":
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

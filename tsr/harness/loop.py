@@ -1,0 +1,278 @@
+"""The training loop: local gradients, one optimizer step that synchronises, evaluation, record, checkpoints.
+
+The objective of an update is the mean loss over the loss tokens of the global batch: every worker sums its losses,
+scales the sum by world size over the global count, and averaging gradients does the rest. Means of unequal parts are
+never averaged. What the loop needs to know from all workers (the loss, whether a gradient is finite, whether parameters
+agree) travels in one small control message per step, outside both accountings.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from tsr.communicator import Communicator
+from tsr.harness import checkpoint
+from tsr.harness.checkpoint import Checkpoint
+from tsr.harness.mirror import Mirror
+from tsr.harness.rundir import LOGGER, RunDirectory
+from tsr.harness.settings import Schedule, TrainerSettings
+
+ROLES_LOGGED = ("core", "sketch", "dense")
+CHECKSUM_MODULUS = 2**48  # exact in a float64
+
+
+class Batch(Protocol):
+    """Rows that one worker takes through the model at once."""
+
+    @property
+    def loss_tokens(self) -> int: ...
+
+    def to(self, device: torch.device) -> Batch: ...
+
+
+class GlobalStep(Protocol):
+    """One update's data: this worker's micro-batches, and the counts of the whole global batch."""
+
+    step: int
+    micro_batches: list[Any]
+    tokens: int
+    positions: int
+    loss_tokens: int
+
+
+Objective = Callable[[nn.Module, Any], Tensor]  # losses of a batch, 0 where there is none
+
+
+class NonFiniteGradient(Exception):
+    """A gradient is NaN or infinite. All workers raise it, before the update."""
+
+
+class ReplicasDiffer(Exception):
+    """Workers hold different parameters, so what they train is no longer one model."""
+
+
+class Trainer:
+    """Trains one job on one worker; the first worker writes the record.
+
+    Args:
+        model: On its device, the same weights on every worker.
+        optimizer: Synchronises in ``step()``; has ``communicator`` and ``grad_norm`` (see `tsr.optimizer`).
+        objective: Losses of a batch.
+        steps: Gives the `GlobalStep`s from a step number on.
+        evaluation: Gives this worker's batches of the validation rows.
+        settings, schedule: See `tsr.harness.settings`.
+        lr: The learning rate before role factors and schedule, for the record.
+        run: The run directory.
+        mirror: Follows the record (first worker), or ``None``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        *,
+        steps: Callable[[int], Iterable[GlobalStep]],
+        evaluation: Callable[[], Iterable[Batch]],
+        settings: TrainerSettings,
+        schedule: Schedule,
+        lr: float,
+        run: RunDirectory,
+        mirror: Mirror | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.objective = objective
+        self.communicator: Communicator = optimizer.communicator  # type: ignore[attr-defined]  # see Args
+        self.ledger = self.communicator.ledger
+        self.settings = settings
+        self.run = run
+        self.progress: dict[str, Any] = {"step": 0, "tokens": 0, "positions": 0, "loss_tokens": 0, "seconds": 0.0}
+        self._schedule = schedule
+        self._lr = lr
+        self._steps = steps
+        self._evaluation = evaluation
+        self._mirror = mirror
+        self._first = self.communicator.rank == 0
+        self._names = [name for name, p in model.named_parameters() if p.requires_grad]
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._device = self._parameters[0].device
+        self.last_evaluation: dict[str, Any] = {}
+
+    def restore(self, found: Checkpoint) -> None:
+        """Take over a checkpoint."""
+        state = found.load()
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.ledger.load_state_dict(state["progress"].pop("ledger"))
+        self.progress = state["progress"]
+
+    def fit(self) -> None:
+        """Train to the last step."""
+        done, settings = self.progress["step"], self.settings
+        # The schedule is a function of the update clock, so nothing of it is saved: it is set to where the clock is.
+        scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._schedule, last_epoch=done - 1)
+        bar = tqdm(
+            total=settings.steps, initial=done, disable=None if self._first else True, unit="step", smoothing=0.1
+        )
+        with bar:
+            for data in self._steps(done + 1):
+                row = self._train_step(data)
+                scheduler.step()
+                step = data.step
+                if step == settings.steps or (settings.eval_every and step % settings.eval_every == 0):
+                    self.last_evaluation = self.evaluate()
+                    row |= self.last_evaluation
+                self._record(row, bar)
+                if settings.checkpoint_every and step % settings.checkpoint_every == 0:
+                    self._save(step)
+        self._agree(settings.steps, [], checksum=True)
+        if not self.last_evaluation:  # resumed from a checkpoint of the last step
+            self.last_evaluation = self.evaluate()
+
+    def _train_step(self, data: GlobalStep) -> dict[str, Any]:
+        start, waited = time.perf_counter(), self.communicator.seconds
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        scale = self.communicator.world_size / max(1, data.loss_tokens)
+        local = torch.zeros((), dtype=torch.float64, device=self._device)
+        for batch in data.micro_batches:
+            loss = self.objective(self.model, batch.to(self._device)).sum()
+            (loss * scale).backward()
+            local += loss.detach()
+        due = (data.step - 1) % self.settings.checksum_every == 0
+        (loss_sum,) = self._agree(data.step, [local.item()], checksum=due)
+        lr = self._current_lr()
+        update_start = time.perf_counter()
+        self.optimizer.step()
+        grad_norm = float(self.optimizer.grad_norm)  # type: ignore[attr-defined]  # waits for the device
+        end = time.perf_counter()
+        waited = self.communicator.seconds - waited
+
+        progress = self.progress
+        progress["step"] = data.step
+        for name in ("tokens", "positions", "loss_tokens"):
+            progress[name] += getattr(data, name)
+        progress["seconds"] += end - start
+        loss_mean = loss_sum / max(1, data.loss_tokens)
+        return {
+            "step": data.step,
+            "tokens": progress["tokens"],
+            "positions": progress["positions"],
+            "loss_tokens": progress["loss_tokens"],
+            "train/loss": loss_mean,
+            "train/perplexity": perplexity(loss_mean),
+            "train/grad_norm": grad_norm,
+            "lr": lr,
+            "comm/bytes": self.ledger.last.total,
+            "comm/total_bytes": self.ledger.total_bytes,
+            **{f"comm/{role}": 0 for role in ROLES_LOGGED},
+            **{f"comm/{role}": count for role, count in self.ledger.last.by_role().items()},
+            "time/step_s": end - start,
+            "time/comm_s": waited,
+            "time/optimizer_s": end - update_start - waited,
+            "tokens_per_s": data.tokens / (end - start),
+        }
+
+    def _current_lr(self) -> float:
+        group = self.optimizer.param_groups[0]
+        return float(self._lr * group["lr"] / group["initial_lr"])
+
+    def _agree(self, step: int, values: list[float], *, checksum: bool) -> list[float]:
+        """Sum ``values`` over the workers, and stop all of them if a gradient is not finite or parameters differ."""
+        rank, size = self.communicator.rank, self.communicator.world_size
+        flags, sums = [0.0] * size, [0.0] * size
+        flags[rank] = float(self._first_non_finite() + 1)
+        sums[rank] = float(parameter_checksum(self._parameters)) if checksum else 0.0
+        total = self.communicator.total([*values, *flags, *sums], purpose="control")
+        flags, sums = total[len(values) : len(values) + size], total[len(values) + size :]
+        for worker, flag in enumerate(flags):
+            if flag:
+                raise NonFiniteGradient(
+                    f"step {step}: the gradient of {self._names[int(flag) - 1]} on rank {worker} is not finite; "
+                    f"parameters were not updated and the last checkpoint is good"
+                )
+        if len(set(sums)) > 1:
+            odd = [worker for worker, value in enumerate(sums) if value != sums[0]]
+            raise ReplicasDiffer(f"step {step}: parameters of ranks {odd} differ from those of rank 0")
+        return total[: len(values)]
+
+    def _first_non_finite(self) -> int:
+        """Index of the first parameter whose local gradient is not finite, or -1."""
+        indices = [i for i, p in enumerate(self._parameters) if p.grad is not None]
+        if not indices:
+            return -1
+        # The largest magnitude is NaN or infinite exactly if an element is, and cannot overflow.
+        largest = torch._foreach_norm([self._parameters[i].grad for i in indices], ord=math.inf)  # type: ignore[misc]
+        finite = torch.isfinite(torch.stack([value.float() for value in largest]))
+        return -1 if bool(finite.all()) else indices[int((~finite).nonzero()[0])]
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Any]:
+        """Mean loss over the loss tokens of the validation rows, each counted once over all workers."""
+        self.model.eval()
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        count = 0
+        for batch in self._evaluation():
+            loss += self.objective(self.model, batch.to(self._device)).double().sum()
+            count += batch.loss_tokens
+        loss_sum, tokens = self.communicator.total([loss.item(), count], purpose="evaluation")
+        mean = loss_sum / tokens
+        return {"eval/loss": mean, "eval/perplexity": perplexity(mean), "eval/tokens": int(tokens)}
+
+    def _record(self, row: dict[str, Any], bar: tqdm[Any]) -> None:
+        if not self._first:
+            return
+        self.run.append(row)
+        if self._mirror is not None:
+            self._mirror.log(row)
+        bar.update()
+        bar.set_postfix_str(
+            f"loss {row['train/loss']:.3f}, {row['tokens_per_s']:.0f} tok/s, {row['comm/total_bytes'] / 1e6:.1f} MB",
+            refresh=False,
+        )
+        if "eval/loss" in row or row["step"] % max(1, self.settings.steps // 20) == 0:
+            evaluation = f", eval loss {row['eval/loss']:.4f}" if "eval/loss" in row else ""
+            LOGGER.info(
+                "step %d/%d: loss %.4f%s, %.0f tokens/s, %.3f MB sent a worker",
+                row["step"],
+                self.settings.steps,
+                row["train/loss"],
+                evaluation,
+                row["tokens_per_s"],
+                row["comm/total_bytes"] / 1e6,
+            )
+
+    def _save(self, step: int) -> None:
+        """All workers hold the same state after a step, so the first one's is everybody's."""
+        if self._first:
+            progress = {**self.progress, "ledger": self.ledger.state_dict()}
+            checkpoint.save(
+                self.run.checkpoints,
+                step,
+                self.model,
+                self.optimizer,
+                progress,
+                keep=self.settings.keep_checkpoints,
+            )
+        self.communicator.barrier()
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), held below the largest float."""
+    return math.exp(min(loss, 700.0))
+
+
+def parameter_checksum(parameters: Iterable[Tensor]) -> int:
+    """A number that differs if a bit of a parameter does, with near certainty; in [0, 2^48)."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [p.detach().view(integers[p.itemsize]).sum(dtype=torch.int64) for p in parameters]
+    weights = torch.arange(1, len(sums) + 1, device=sums[0].device)
+    return int((torch.stack(sums) * weights).sum()) % CHECKSUM_MODULUS

@@ -1,0 +1,163 @@
+"""The run directory: configuration, metrics, summary, log and checkpoints of one job, whatever its number of workers.
+
+`metrics.jsonl` and `summary.json` are the source of truth; anything else mirrors them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from tsr.harness.settings import config_hash
+
+LOGGER = logging.getLogger("tsr")
+
+
+class RunDirectory:
+    """One job's directory. Making the object touches nothing; the first worker writes.
+
+    Args:
+        path: The directory.
+        config: The resolved configuration as plain values.
+    """
+
+    def __init__(self, path: str | Path, config: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self.config = dict(config)
+        self.config_hash = config_hash(config)
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.summary_path = self.path / "summary.json"
+        self.checkpoints = self.path / "checkpoints"
+
+    def summary(self) -> dict[str, Any] | None:
+        """The summary, if the run has ended."""
+        if not self.summary_path.is_file():
+            return None
+        return dict(json.loads(self.summary_path.read_text()))
+
+    @property
+    def is_done(self) -> bool:
+        summary = self.summary()
+        return summary is not None and summary["status"] == "done"
+
+    def check_owner(self) -> None:
+        """Refuse a directory that holds a run of another configuration."""
+        path = self.path / "config.yaml"
+        if path.is_file():
+            other = config_hash(yaml.safe_load(path.read_text()))
+            if other != self.config_hash:
+                raise ValueError(
+                    f"hydra.run.dir={self.path} holds a run of another configuration ({other}, this one is "
+                    f"{self.config_hash}); choose another directory or remove that one"
+                )
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the directory, so that a job started twice at once runs once. Released by the system on any death."""
+        lock = FileLock(self.path / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(f"hydra.run.dir={self.path} is in use by another process that runs the same job") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def begin(self, *, resumed_step: int, source: Path | None = None) -> None:
+        """Write the configuration, forget an earlier failure, and drop metrics past the checkpoint resumed from.
+
+        Args:
+            resumed_step: Updates that the checkpoint holds; 0 starts afresh.
+            source: The metrics file whose rows up to there are kept; by default this run's own.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.summary_path.unlink(missing_ok=True)
+        write_atomically(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True))
+        kept = [json.dumps(row) for row in read_rows(source or self.metrics_path) if row["step"] <= resumed_step]
+        write_atomically(self.metrics_path, "".join(f"{line}\n" for line in kept))
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row to the metrics, flushed at once."""
+        with self.metrics_path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary of a run that is done."""
+        write_atomically(self.summary_path, json.dumps({"status": "done", **summary}, indent=2) + "\n")
+
+    def fail(self, error: str, **facts: Any) -> None:
+        """Record a failure, unless the run already has a summary: the first worker to fail knows the cause."""
+        record = {"status": "failed", "error": error, "config_hash": self.config_hash, **facts, **provenance()}
+        with tempfile.NamedTemporaryFile("w", dir=self.path, suffix=".tmp", delete=False) as file:
+            file.write(json.dumps(record, indent=2) + "\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(file.name, self.summary_path)
+        os.unlink(file.name)
+
+    def log_to_file(self, *, rank: int) -> None:
+        """Send the log to `train.log` and the terminal: all of it on the first worker, errors alone on the others."""
+        level = logging.INFO if rank == 0 else logging.ERROR
+        for old in list(LOGGER.handlers):
+            LOGGER.removeHandler(old)
+        for handler in (logging.FileHandler(self.path / "train.log"), logging.StreamHandler()):
+            handler.setLevel(level)
+            handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%Y-%m-%d %H:%M:%S"))
+            LOGGER.addHandler(handler)
+        LOGGER.setLevel(logging.INFO)
+        LOGGER.propagate = False
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics file; a last line cut short by a kill is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader sees the old text or the new, never a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def provenance() -> dict[str, Any]:
+    """Versions and the commit that a run was made with."""
+    names = ("torch", "numpy", "hydra-core", "omegaconf", "datasets", "sentencepiece", "wandb")
+    versions = {"python": platform.python_version()}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {"versions": versions, "git_commit": _git_commit()}
+
+
+def _git_commit() -> str | None:
+    """The commit of the code, with ``-dirty`` if the tree differs from it; ``None`` outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit
+    except (OSError, subprocess.SubprocessError):
+        return None

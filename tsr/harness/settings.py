@@ -1,0 +1,102 @@
+"""Settings of a training job: validated values, the identity of a run, the learning rate's schedule."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Keys that change where and how a run is watched or continued, but not what it computes.
+NOT_IDENTITY = ("hydra", "resume", "logger", "runs_dir")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    """The ``trainer`` keys.
+
+    Args:
+        steps: Updates in all.
+        global_batch: Rows of one update over all workers.
+        micro_batch: Most rows that one worker takes through the model at once; ``None`` is its whole share.
+        eval_every: Steps between evaluations; ``None`` evaluates at the end alone. The last step is always evaluated.
+        eval_rows: Rows of the validation split to evaluate on, from its start; ``None`` is all.
+        checkpoint_every: Steps between checkpoints; ``None`` writes none.
+        keep_checkpoints: How many of the newest are kept.
+        checksum_every: Steps between comparisons of the parameters of all workers.
+    """
+
+    steps: int
+    global_batch: int
+    micro_batch: int | None
+    eval_every: int | None
+    eval_rows: int | None
+    checkpoint_every: int | None
+    keep_checkpoints: int
+    checksum_every: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            optional = name in ("micro_batch", "eval_every", "eval_rows", "checkpoint_every")
+            if value is None and optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                or_null = " or null" if optional else ""
+                raise ValueError(f"trainer.{name} must be a whole number of at least 1{or_null}, got {value!r}")
+
+    def check_world(self, world_size: int) -> None:
+        """Refuse a number of workers that does not divide the global batch."""
+        if self.global_batch % world_size:
+            raise ValueError(
+                f"trainer.global_batch={self.global_batch} is not divisible by the number of workers, {world_size}; "
+                f"try {self.global_batch // world_size * world_size or world_size}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Factor of the learning rate on the update clock: linear warm-up, then a decay to ``floor``.
+
+    Args:
+        shape: ``cosine``, ``linear`` or ``constant`` after warm-up.
+        warmup: Part of all steps, from 0 up to but not including 1; the first update already has a positive rate.
+        floor: Factor at the last step.
+        steps: Updates in all.
+    """
+
+    shape: str
+    warmup: float
+    floor: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.shape not in ("cosine", "linear", "constant"):
+            raise ValueError(f"schedule.shape must be cosine, linear or constant, got {self.shape!r}")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"schedule.warmup is a part of all steps and must be in [0, 1), got {self.warmup}")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"schedule.floor must be between 0 and 1, got {self.floor}")
+
+    def __call__(self, done: int) -> float:
+        """The factor of the update that follows ``done`` updates."""
+        warmup = round(self.warmup * self.steps)
+        if done < warmup:
+            return (done + 1) / warmup
+        if self.shape == "constant":
+            return 1.0
+        progress = min(1.0, (done + 1 - warmup) / max(1, self.steps - warmup))
+        left = (1 + math.cos(math.pi * progress)) / 2 if self.shape == "cosine" else 1 - progress
+        return self.floor + (1 - self.floor) * left
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Identity of a run: a hash of the resolved configuration, less what does not change its result."""
+    identity = {key: value for key, value in config.items() if key not in NOT_IDENTITY}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def run_name(config: Mapping[str, Any]) -> str:
+    """Name of a run's directory: a function of the configuration, never of the clock."""
+    return f"{config['model']['name']}-{config['optimizer']['name']}-{config_hash(config)[:10]}"

@@ -1,0 +1,146 @@
+"""Refresh: when a block gets a new basis, and how.
+
+When is a pure function of the global step (`RefreshRule.due`), so all workers agree without a word. How is local
+algebra between rounds of communication: each method takes the local gradients of all blocks that refresh and a function
+``average(tensors, role)`` that returns the means over the workers, one round a call. Nothing here branches on the value
+of a tensor, so the same code runs on meta tensors in a dry run.
+
+Notation: G is m x n, r the rank, k = min(r + p, m, n) with oversampling p, q the number of power iterations.
+
+| method | sends on a refresh | source |
+|---|---|---|
+| ``svd`` | G: m n | exact SVD of the mean gradient, as GaLore does |
+| ``sketch`` | Y and B: (1 + q) (m + n) k | Algorithm 1 made sound: the sketch is averaged |
+| ``local_sketch`` | Q and B: (m + n) k | Algorithm 1 of the TSR paper to the letter: local bases are averaged |
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tsr.subspace import Basis, orthonormalise
+
+Average = Callable[[Sequence[Tensor], str], Sequence[Tensor]]
+RefreshMethod = Callable[[Sequence["RefreshTask"], "RefreshRule", Average], list[Basis]]
+
+
+@dataclass(frozen=True)
+class RefreshTask:
+    """One block that is due: its local gradient (m x n, at least fp32), its rank, start matrix (n x k)."""
+
+    gradient: Tensor
+    rank: int
+    start: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefreshRule:
+    """How bases are refreshed; the interval is each block's own.
+
+    Args:
+        method: A key of `METHODS`.
+        oversampling: p, columns of the sketch beyond the rank.
+        power_iterations: q; synchronised and counted in ``sketch``, local in ``local_sketch``.
+        start: What the sketch multiplies: ``gaussian`` draws afresh, ``previous`` starts from the right basis in use
+            (two-sided blocks only), filled up with Gaussian columns.
+        phase: A block refreshes at step 1 and wherever ``(step - phase)`` is a multiple of its interval: 1 gives steps
+            1, K+1, 2K+1, ..., 0 gives 1, K, 2K, ... as Algorithm 1 does.
+        seed: Of the Gaussian matrices, which depend on (seed, step, block) alone.
+    """
+
+    method: str = "sketch"
+    oversampling: int = 5
+    power_iterations: int = 0
+    start: str = "gaussian"
+    phase: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"refresh.method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.oversampling < 0:
+            raise ValueError(f"refresh.oversampling must be 0 or more columns, got {self.oversampling}")
+        if self.power_iterations < 0:
+            raise ValueError(f"refresh.power_iterations must be 0 or more, got {self.power_iterations}")
+        if self.start not in ("gaussian", "previous"):
+            raise ValueError(f"refresh.start must be gaussian or previous, got {self.start!r}")
+        if self.phase not in (0, 1):
+            raise ValueError(f"refresh.phase must be 0 (steps 1, K, 2K, ...) or 1 (1, K+1, ...), got {self.phase}")
+
+    def due(self, step: int, interval: int) -> bool:
+        """Whether a block of this interval refreshes at ``step`` (from 1)."""
+        return step == 1 or (step - self.phase) % interval == 0
+
+    def age(self, step: int, interval: int) -> int:
+        """Updates made with the basis in use, the one at ``step`` included."""
+        since = (step - self.phase) % interval + 1
+        return min(since, step)
+
+    def width(self, rank: int, shape: tuple[int, int]) -> int:
+        """k, the columns of a sketch."""
+        return min(rank + self.oversampling, *shape)
+
+
+def gaussian(shape: tuple[int, int], *, seed: int, step: int, name: str, like: Tensor) -> Tensor:
+    """A standard normal matrix that depends on (seed, step, name) alone: the same on every worker, device and dtype."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randn(shape, generator=generator).to(device=like.device, dtype=like.dtype)
+
+
+def svd(tasks: Sequence[RefreshTask], rule: RefreshRule, average: Average) -> list[Basis]:
+    """Leading singular vectors of the mean gradient, which is synchronised whole."""
+    means = average([task.gradient for task in tasks], "dense")
+    bases = []
+    for task, mean in zip(tasks, means, strict=True):
+        left, _, right = torch.linalg.svd(mean, full_matrices=False)
+        bases.append(Basis(left[:, : task.rank].contiguous(), right[: task.rank].mT.contiguous()))
+    return bases
+
+
+def sketch(tasks: Sequence[RefreshTask], rule: RefreshRule, average: Average) -> list[Basis]:
+    """Randomised SVD of the mean gradient from synchronised sketches.
+
+    Y = mean(G) Omega and B = Q^T mean(G) are exact, for sketching is linear: Q is orthonormal and the same everywhere.
+    """
+    sketches = average([task.gradient @ task.start for task in tasks], "sketch")
+    for _ in range(rule.power_iterations):
+        columns = [orthonormalise(y) for y in sketches]
+        rows = average([task.gradient.mT @ q for task, q in zip(tasks, columns, strict=True)], "sketch")
+        starts = [orthonormalise(z) for z in rows]
+        sketches = average([task.gradient @ w for task, w in zip(tasks, starts, strict=True)], "sketch")
+    ranges = [orthonormalise(y) for y in sketches]
+    reduced = average([q.mT @ task.gradient for task, q in zip(tasks, ranges, strict=True)], "sketch")
+    return [_basis_of(q, b, task.rank) for task, q, b in zip(tasks, ranges, reduced, strict=True)]
+
+
+def local_sketch(tasks: Sequence[RefreshTask], rule: RefreshRule, average: Average) -> list[Basis]:
+    """Algorithm 1 of the TSR paper to the letter.
+
+    Each worker makes its own Q_i; mean(Q_i) is not orthonormal and mean(Q_i^T G_i) is not mean(Q)^T mean(G) unless the
+    workers' gradients agree. Kept to compare with the paper.
+    """
+    ranges = []
+    for task in tasks:
+        q = orthonormalise(task.gradient @ task.start)
+        for _ in range(rule.power_iterations):
+            q = orthonormalise(task.gradient @ orthonormalise(task.gradient.mT @ q))
+        ranges.append(q)
+    reduced = [q.mT @ task.gradient for task, q in zip(tasks, ranges, strict=True)]
+    means = average([*ranges, *reduced], "sketch")
+    count = len(tasks)
+    return [_basis_of(q, b, task.rank) for task, q, b in zip(tasks, means[:count], means[count:], strict=True)]
+
+
+def _basis_of(q: Tensor, b: Tensor, rank: int) -> Basis:
+    """U = Q Ut[:, :r] and V = Vt[:, :r] from B = Ut S Vt^T (k x n)."""
+    left, _, right = torch.linalg.svd(b, full_matrices=False)
+    return Basis(q @ left[:, :rank], right[:rank].mT.contiguous())
+
+
+METHODS: dict[str, RefreshMethod] = {"svd": svd, "sketch": sketch, "local_sketch": local_sketch}
