@@ -54,7 +54,9 @@ def run(world_size: int, function: Callable[..., Result], *args: Any) -> list[Re
         for rank in range(world_size):
             receiver, sender = _CONTEXT.Pipe(duplex=False)
             worker = _CONTEXT.Process(
-                target=_work, args=(sender, f"file://{directory}/rendezvous", rank, world_size, function, args), daemon=True
+                target=_work,
+                args=(sender, f"file://{directory}/rendezvous", rank, world_size, function, args),
+                daemon=True,
             )
             worker.start()
             sender.close()  # ours, so that a dead worker ends the stream
@@ -164,7 +166,9 @@ class Toy(nn.Module):
         hidden = hidden + self.square(hidden)
         hidden = (hidden + self.wide(torch.tanh(self.tall(hidden)))) * self.norm
         hidden = hidden * torch.sigmoid(self.small(hidden).sum(-1, keepdim=True))
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(
+            self.head(hidden).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
 
 
 def make_toy(dtype: torch.dtype = torch.float32) -> Toy:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed import METHODS, Toy, make_toy
 from torch import nn
 
+from tests.distributed import METHODS, Toy, make_toy
 from tsr import TSR, AdamW, Block, Communicator, OneSided, RefreshRule, RolePolicy, build, methods, plan_blocks
 from tsr.blocks import assign_roles, describe, roles_by_module
 
@@ -42,7 +42,11 @@ def test_a_block_too_small_for_its_rank_is_dense_and_says_so() -> None:
 
 
 def test_a_rank_equal_to_the_smaller_side_saves_nothing_and_is_dense() -> None:
-    assert {block.name for block in plan(rank=9) if block.is_low_rank} == {"tall.weight", "wide.weight", "square.weight"}
+    assert {block.name for block in plan(rank=9) if block.is_low_rank} == {
+        "tall.weight",
+        "wide.weight",
+        "square.weight",
+    }
 
 
 def test_description_counts_every_parameter_once() -> None:
@@ -128,7 +132,9 @@ def test_mistaken_choices_are_named(choices: dict[str, Any], message: str) -> No
 
 
 def test_mistakes_of_one_sided_blocks_and_of_the_wire_are_named() -> None:
-    with pytest.raises(ValueError, match=r"refresh.start=previous needs two-sided blocks, but tall.weight is one-sided"):
+    with pytest.raises(
+        ValueError, match=r"refresh.start=previous needs two-sided blocks, but tall.weight is one-sided"
+    ):
         OneSided(make_toy(), rank={"linear": 4}, refresh={"start": "previous"})
     with pytest.raises(ValueError, match=r"comm.dtype must be one of fp32, bf16, fp64, got 'fp8'"):
         Communicator(dtype="fp8")
@@ -150,7 +156,9 @@ def test_each_method_is_the_row_that_its_documentation_shows() -> None:
         "Algorithm 1 to the letter": "local_sketch",
     }
     lines = [line for line in (methods.__doc__ or "").splitlines() if line.startswith("| `")]
-    rows = {cells[0].strip("`"): cells[1:] for cells in ([c.strip() for c in line.strip("|").split("|")] for line in lines)}
+    rows = {
+        cells[0].strip("`"): cells[1:] for cells in ([c.strip() for c in line.strip("|").split("|")] for line in lines)
+    }
     assert set(rows) == {factory.__name__ for factory in METHODS.values()}
     for factory in METHODS.values():
         reduce, subspace, refresh, embedding = rows[factory.__name__]
@@ -167,9 +175,15 @@ def test_each_method_is_the_row_that_its_documentation_shows() -> None:
 
 
 def test_choices_overlay_the_row_key_by_key() -> None:
-    optimizer = TSR(make_toy(), rank={"head": 5, "linear": 4, "embedding": 3}, refresh={"head": 7, "oversampling": 2}, scale=1.0)
+    optimizer = TSR(
+        make_toy(), rank={"head": 5, "linear": 4, "embedding": 3}, refresh={"head": 7, "oversampling": 2}, scale=1.0
+    )
     blocks = {block.name: block for block in optimizer.blocks}
-    assert (blocks["head.weight"].subspace, blocks["head.weight"].rank, blocks["head.weight"].interval) == ("two_sided", 5, 7)
+    assert (blocks["head.weight"].subspace, blocks["head.weight"].rank, blocks["head.weight"].interval) == (
+        "two_sided",
+        5,
+        7,
+    )
     assert blocks["tall.weight"].interval == methods.DEFAULT_INTERVAL["linear"]
     assert (optimizer.refresh.method, optimizer.refresh.oversampling) == ("sketch", 2)
     assert (optimizer.options.scale, optimizer.options.eps) == (1.0, 1e-6)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed import CollectiveOracle, WorkerError, run
 
+from tests.distributed import CollectiveOracle, WorkerError, run
 from tsr import Communicator, Ledger, Message, Traffic
 
 

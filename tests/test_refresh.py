@@ -33,9 +33,7 @@ def spectrum(values: Tensor, *, rows: int, columns: int) -> Tensor:
 
 def task(gradient: Tensor, rank: int, *, oversampling: int = 5) -> RefreshTask:
     width = RefreshRule(oversampling=oversampling).width(rank, (gradient.shape[0], gradient.shape[1]))
-    return RefreshTask(
-        gradient, rank, gaussian((gradient.shape[1], width), seed=0, step=1, name="w", like=gradient)
-    )
+    return RefreshTask(gradient, rank, gaussian((gradient.shape[1], width), seed=0, step=1, name="w", like=gradient))
 
 
 def relative_error(gradient: Tensor, basis: Basis) -> float:

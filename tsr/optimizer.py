@@ -3,8 +3,8 @@
     messages = project(local gradients) -> communicator.mean(messages) -> Adam on what came back -> lift -> update
 
 The gradients in ``.grad`` are each worker's own; `LowRankAdam.step` averages what the method needs and nothing else.
-Dense blocks are updated by ``torch.optim.AdamW`` itself, whose subclass this is. Equality of parameters and state on
-all workers holds after every step, since every worker applies the same update.
+Dense blocks are updated by torch's own AdamW. Equality of parameters and state on all workers holds after every step,
+since every worker applies the same update.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from tsr.blocks import Block
 from tsr.communicator import Communicator, Message
@@ -76,7 +77,7 @@ class AdamOptions:
                 raise ValueError(f"optimizer.{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
-class LowRankAdam(torch.optim.AdamW):
+class LowRankAdam(torch.optim.Optimizer):
     """Adam whose messages, moments and updates live in per-block subspaces.
 
     All state is made here, for every block, also for those that never get a gradient: state dicts have the same keys
@@ -116,7 +117,8 @@ class LowRankAdam(torch.optim.AdamW):
             }
             for role in dict.fromkeys(block.role for block in self.blocks)
         ]
-        super().__init__(groups, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
+        defaults = {"betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
+        super().__init__(groups, {"lr": options.lr, **defaults})
         one_sided = [b.name for b in self.blocks if b.is_low_rank and b.subspace != "two_sided"]
         if self.refresh.start == "previous" and one_sided:
             raise ValueError(f"refresh.start=previous needs two-sided blocks, but {one_sided[0]} is one-sided")
@@ -171,8 +173,9 @@ class LowRankAdam(torch.optim.AdamW):
 
         for block in low_rank:
             block.parameter.grad = None
-        super().step()  # torch's own AdamW, on the dense blocks
         groups = {group["role"]: group for group in self.param_groups}
+        for role, group in groups.items():
+            self._update_dense([block for block in dense if block.role == role], group)
         for block, core in zip(low_rank, cores, strict=True):
             self._update(block, core, groups[block.role], step)
         self.updates = step
@@ -244,6 +247,26 @@ class LowRankAdam(torch.optim.AdamW):
             factor = (self.options.clip_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
             for tensor in (*averaged, *also):
                 tensor.mul_(factor.to(tensor.dtype))
+
+    def _update_dense(self, blocks: Sequence[Block], group: dict[str, Any]) -> None:
+        # The function and not the class: as a base class, AdamW runs step hooks twice and cannot load cores.
+        states = [self.state[block.parameter] for block in blocks]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [block.parameter for block in blocks],
+            [_gradient(block) for block in blocks],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
     def _update(self, block: Block, core: Tensor, group: dict[str, Any], step: int) -> None:
         state = self.state[block.parameter]
