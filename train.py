@@ -35,11 +35,19 @@ from tsr.harness import checkpoint
 from tsr.harness.checkpoint import Checkpoint
 from tsr.harness.dryrun import count_bytes, fake_workers
 from tsr.harness.hydra_hooks import plain, register_resolvers
-from tsr.harness.launch import Interrupted, WorkersFailed, World, external_world, pick_device, start_workers
+from tsr.harness.launch import (
+    Interrupted,
+    WorkersFailed,
+    World,
+    external_world,
+    pick_device,
+    raise_on_sigterm,
+    start_workers,
+)
 from tsr.harness.loop import Trainer
 from tsr.harness.mirror import Mirror
 from tsr.harness.rundir import LOGGER, RunDirectory
-from tsr.harness.settings import Schedule, TrainerSettings
+from tsr.harness.settings import JobSettings, Schedule, TrainerSettings, from_group
 from tsr.harness.summary import summarise
 
 Config = dict[str, Any]
@@ -47,7 +55,7 @@ register_resolvers()
 
 
 class JobFailed(CompactHydraException):
-    """A job that did not end well. Hydra prints the message alone, and the exit status is 1."""
+    """A job of a sweep that did not end well. Hydra runs the others, and its exit status is 1 then."""
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -87,7 +95,8 @@ def run_job(cfg: DictConfig, directory: Path) -> None:
     found = checkpoint.find(config["resume"], run.checkpoints, expected)
     world = external_world()
     if world is not None:
-        work(world, config, directory, prepared, found)
+        with raise_on_sigterm():
+            work(world, config, directory, prepared, found)
         return
     with run.lock():
         print(f"run directory: {directory}")
@@ -101,31 +110,21 @@ def run_job(cfg: DictConfig, directory: Path) -> None:
 
 def check(config: Config) -> dict[str, list[Any]]:
     """Find what is wrong with a job's values, with a model of no weights; return what a checkpoint must look like."""
-    nproc, world = config["nproc"], external_world()
-    if not isinstance(nproc, int) or nproc < 1:
-        raise ValueError(f"nproc must be at least 1 worker, got {nproc}")
-    if world is not None and world.size != nproc:
-        raise ValueError(f"nproc={nproc}, but the launcher started {world.size} workers; leave nproc out")
-    workers = nproc
-    if config["dry_run"]:
-        workers = config["world_size"] or nproc
-        if not isinstance(workers, int) or workers < 1:
-            raise ValueError(f"world_size must be at least 1 worker, got {workers}")
-    elif config["world_size"] is not None:
-        raise ValueError(f"world_size={config['world_size']} is for dry runs; start real workers with nproc")
-    settings = TrainerSettings(**config["trainer"])
-    settings.check_world(workers)
-    Schedule(**config["schedule"], steps=settings.steps)
+    job, world = JobSettings.of(config), external_world()
+    if world is not None and world.size != job.nproc:
+        raise ValueError(f"nproc={job.nproc}, but the launcher started {world.size} workers; leave nproc out")
+    settings = from_group(TrainerSettings, config, "trainer")
+    settings.check_world(job.workers)
+    from_group(Schedule, config, "schedule", steps=settings.steps)
     pick_device(config["device"], 0)
-    if config["task"]["name"] != "pretrain":
-        raise ValueError(f"task must be pretrain, got {config['task']['name']!r}")
-    if config["logger"]["name"] not in ("wandb", "none"):
-        raise ValueError(f"logger must be wandb or none, got {config['logger']['name']!r}")
-    length, positions = config["data"]["sequence_length"], config["model"]["max_positions"]
+    for group, known in (("task", ["pretrain"]), ("logger", ["wandb", "none"])):
+        if config[group].get("name") not in known:
+            raise ValueError(f"{group} must be {' or '.join(known)}, got {config[group].get('name')!r}")
+    model = build_model(config, "meta")
+    length, positions = instantiate(config["data"]).sequence_length, config["model"]["max_positions"]
     if length > positions:
         raise ValueError(f"data.sequence_length={length} exceeds model.max_positions={positions}; raise that one")
-    model = build_model(config, "meta")
-    return checkpoint.signature(model, build_optimizer(config, model, Communicator(**config["comm"])))
+    return checkpoint.signature(model, build_optimizer(config, model, from_group(Communicator, config, "comm")))
 
 
 def build_model(config: Config, device: torch.device | str) -> nn.Module:
@@ -137,7 +136,8 @@ def build_model(config: Config, device: torch.device | str) -> nn.Module:
 def build_optimizer(config: Config, model: nn.Module, communicator: Communicator) -> Any:
     """The optimizer that the configuration names: `tsr.build`, or any function of the same arguments."""
     groups = {key: config[key] for key in ("subspace", "rank", "refresh", "lr_factor")}
-    make = instantiate(config["optimizer"], _partial_=True)
+    choices = {key: value for key, value in config["optimizer"].items() if key != "name"}
+    make = instantiate(choices, _partial_=True)
     return make(model, communicator=communicator, seed=config["seed"], **groups)
 
 
@@ -175,7 +175,7 @@ def train(
     optimizer = build_optimizer(config, model, communicator)
     settings = TrainerSettings(**config["trainer"])
     if first:
-        source = found and found.path.parent.parent / "metrics.jsonl"
+        source = found.path.parent.parent / "metrics.jsonl" if found else None
         run.begin(resumed_step=found.step if found else 0, source=source)
         LOGGER.info("%s", "resuming from " + str(found.path) if found else "starting afresh")
         for row in describe(optimizer.blocks):
@@ -233,7 +233,7 @@ def train(
 def dry_run(config: Config, run: RunDirectory) -> None:
     """Count bytes and memory of the job on meta tensors, and record them."""
     start = time.perf_counter()
-    workers, settings = config["world_size"] or config["nproc"], TrainerSettings(**config["trainer"])
+    workers, settings = JobSettings.of(config).workers, TrainerSettings(**config["trainer"])
     with fake_workers(workers):
         model = build_model(config, "meta")
         optimizer = build_optimizer(config, model, Communicator(**config["comm"]))
@@ -264,10 +264,12 @@ def _give_up(message: str) -> None:
     world = external_world()
     if world is not None and world.rank > 0:
         sys.exit(1)  # the first worker says it
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        overrides = ", ".join(HydraConfig.get().overrides.task)
-        message = f"job {HydraConfig.get().job.num} ({overrides}): {message}"
-        print(message, file=sys.stderr, flush=True)
+    if HydraConfig.get().mode == RunMode.RUN:
+        print(message, file=sys.stderr)
+        sys.exit(1)
+    overrides = ", ".join(HydraConfig.get().overrides.task)
+    message = f"job {HydraConfig.get().job.num} ({overrides}): {message}"
+    print(message, file=sys.stderr, flush=True)
     raise JobFailed(message)
 
 

@@ -11,9 +11,14 @@ def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{key} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def _check_at_least(key: str, value: int | None, least: int) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+def _check_at_least(key: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{key} must be a whole number of at least {least}, got {value!r}")
+
+
+def _check_text(key: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{key} must be a text, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +30,8 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         _check_at_least("data.tokenizer.vocab_size", self.vocab_size, 1)
+        if self.path is not None:
+            _check_text("data.tokenizer.path", self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +77,24 @@ class DataConfig:
         _check_choice("data.rows", self.rows, ("packed", "document"))
         _check_choice("data.document", self.document, ("line", "file"))
         _check_at_least("data.sequence_length", self.sequence_length, 2)
-        _check_at_least("data.max_train_rows", self.max_train_rows, 1)
-        _check_at_least("data.max_validation_rows", self.max_validation_rows, 1)
         _check_at_least("data.num_workers", self.num_workers, 0)
+        for key in ("max_train_rows", "max_validation_rows"):
+            if getattr(self, key) is not None:
+                _check_at_least(f"data.{key}", getattr(self, key), 1)
+        for key in ("cache_dir", "text_field", "repository", "subset", "revision"):
+            _check_text(f"data.{key}", getattr(self, key))
         if self.name == "c4":
             if self.max_train_rows is None:
                 raise ValueError(
                     "data.max_train_rows=null, but C4 has 365 million documents; "
                     "give the rows that the run needs: trainer.steps times trainer.global_batch"
                 )
-        elif self.validation_fraction is None or not 0 < self.validation_fraction < 1:
-            raise ValueError(f"data.validation_fraction must be between 0 and 1, got {self.validation_fraction}")
+        elif not isinstance(self.validation_fraction, float) or not 0 < self.validation_fraction < 1:
+            raise ValueError(f"data.validation_fraction must be between 0 and 1, got {self.validation_fraction!r}")
         if self.name == "text":
             if isinstance(self.paths, str):
                 raise ValueError(f"data.paths must be a list, got {self.paths!r}; write data.paths=[{self.paths}]")
+            if not isinstance(self.paths, Sequence) or not all(isinstance(path, str) for path in self.paths):
+                raise ValueError(f"data.paths must be a list of files or folders, got {self.paths!r}")
             if not self.paths:
                 raise ValueError("data.paths is empty; give files or folders with text, as in data.paths=[corpus.txt]")

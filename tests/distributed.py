@@ -80,15 +80,19 @@ def _collect(pending: dict[Connection, int]) -> list[Any]:
         ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise TimeoutError(f"workers {sorted(pending.values())} gave no result in {TIMEOUT_S:.0f} s")
+        failures = []
         for receiver in ready:
             assert isinstance(receiver, Connection)
             rank = pending.pop(receiver)
             try:
-                succeeded, results[rank] = pickle.loads(receiver.recv_bytes())
+                failed_at, results[rank] = pickle.loads(receiver.recv_bytes())
             except EOFError:
-                raise WorkerError(f"worker {rank} died without a word") from None
-            if not succeeded:
-                raise WorkerError(f"worker {rank} of {rank + len(pending) + 1} or more:\n{results[rank]}")
+                failed_at, results[rank] = 0.0, "died without a word"
+            if failed_at is not None:
+                failures.append((failed_at, rank))
+        if failures:  # the first is the cause: its peers fail because it left
+            _, rank = min(failures)
+            raise WorkerError(f"worker {rank}: {results[rank]}")
     return [results[rank] for rank in sorted(results)]
 
 
@@ -100,11 +104,11 @@ def _work(
         dist.init_process_group(
             "gloo", init_method=address, rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S)
         )
-        answer = (True, function(*args))
+        # Not `Connection.send`, which would pass tensors through a file of a process that is about to end.
+        answer = pickle.dumps((None, function(*args)))
     except BaseException:
-        answer = (False, traceback.format_exc())
-    # Before the group goes: the peers of a worker that raised fail as soon as it does, and its word must come first.
-    sender.send_bytes(pickle.dumps(answer))  # not `send`, which would pass tensors by a file of a process that ends
+        answer = pickle.dumps((time.monotonic(), traceback.format_exc()))
+    sender.send_bytes(answer)  # before the group goes and makes the peers fail
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -166,9 +170,8 @@ class Toy(nn.Module):
         hidden = hidden + self.square(hidden)
         hidden = (hidden + self.wide(torch.tanh(self.tall(hidden)))) * self.norm
         hidden = hidden * torch.sigmoid(self.small(hidden).sum(-1, keepdim=True))
-        return F.cross_entropy(
-            self.head(hidden).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        logits = self.head(hidden).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def make_toy(dtype: torch.dtype = torch.float32) -> Toy:

@@ -42,11 +42,8 @@ def test_a_block_too_small_for_its_rank_is_dense_and_says_so() -> None:
 
 
 def test_a_rank_equal_to_the_smaller_side_saves_nothing_and_is_dense() -> None:
-    assert {block.name for block in plan(rank=9) if block.is_low_rank} == {
-        "tall.weight",
-        "wide.weight",
-        "square.weight",
-    }
+    low_rank = [block.name for block in plan(rank=9) if block.is_low_rank]
+    assert low_rank == ["tall.weight", "wide.weight", "square.weight"]  # idle is 9 x 12
 
 
 def test_description_counts_every_parameter_once() -> None:
@@ -97,15 +94,15 @@ def test_mistaken_roles_are_named(roles: dict[str, list[str]], message: str) -> 
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"rank": {"linear": 0}}, "rank.linear must be at least 1, or null for a dense linear, got 0"),
-        ({"rank": {"embedding": -1}}, "rank.embedding must be at least 1, .* got -1"),
+        ({"rank": {"linear": 0}}, "rank.linear must be a whole number of at least 1, or null for a dense linear"),
+        ({"rank": {"embedding": -1}}, "rank.embedding must be a whole number of at least 1, .* got -1"),
         ({"rank": {"linear": 12}}, "rank.linear=12 is too large: .* at most 11 is possible"),
         ({"rank": {"linears": 3}}, "rank.linears is unknown; rank takes linear, embedding, head, vector"),
         ({"rank": {"vector": 1}, "subspace": {"vector": "two_sided"}}, r"subspace.vector=two_sided .* shape \(12,\)"),
-        ({"refresh": {"linear": 0}}, "refresh.linear must be at least 1 step, got 0"),
+        ({"refresh": {"linear": 0}}, "refresh.linear must be a whole number of steps, at least 1, got 0"),
         ({"refresh": {"method": "qr"}}, "refresh.method must be one of svd, sketch, local_sketch, got 'qr'"),
-        ({"refresh": {"oversampling": -1}}, "refresh.oversampling must be 0 or more columns, got -1"),
-        ({"refresh": {"power_iterations": -1}}, "refresh.power_iterations must be 0 or more, got -1"),
+        ({"refresh": {"oversampling": -1}}, "refresh.oversampling must be a whole number of at least 0 col"),
+        ({"refresh": {"power_iterations": -1}}, "refresh.power_iterations must be a whole number of at least 0"),
         ({"refresh": {"start": "zero"}}, "refresh.start must be gaussian or previous, got 'zero'"),
         ({"refresh": {"phase": 2}}, "refresh.phase must be 0 .* or 1 .*, got 2"),
         ({"refresh": {"every": 2}}, "refresh.every is unknown; refresh takes .*phase"),
@@ -117,9 +114,9 @@ def test_mistaken_roles_are_named(roles: dict[str, list[str]], message: str) -> 
         ({"lr": float("nan")}, "optimizer.lr must be a positive number, got nan"),
         ({"scale": 0.0}, "optimizer.scale must be a positive number, got 0.0"),
         ({"eps": 0.0}, "optimizer.eps must be a positive number, got 0.0"),
-        ({"betas": [0.9, 1.0]}, r"optimizer.betas must be two numbers in \[0, 1\), got \[0.9, 1.0\]"),
-        ({"weight_decay": -1.0}, "optimizer.weight_decay must be 0 or more, got -1.0"),
-        ({"clip_norm": 0.0}, "optimizer.clip_norm must be positive, or null for no clipping, got 0.0"),
+        ({"betas": [0.9, 1.0]}, r"optimizer.betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"weight_decay": -1.0}, "optimizer.weight_decay must be a number of 0 or more, got -1.0"),
+        ({"clip_norm": 0.0}, "optimizer.clip_norm must be a positive number, or null for no clipping, got 0.0"),
         ({"moments": "drop"}, "optimizer.moments must be one of keep, rotate, reset, got 'drop'"),
         ({"eps_mode": "none"}, "optimizer.eps_mode must be one of corrected, raw, got 'none'"),
         ({"reduce": "some"}, "optimizer.reduce must be one of dense, projected, got 'some'"),
@@ -156,9 +153,8 @@ def test_each_method_is_the_row_that_its_documentation_shows() -> None:
         "Algorithm 1 to the letter": "local_sketch",
     }
     lines = [line for line in (methods.__doc__ or "").splitlines() if line.startswith("| `")]
-    rows = {
-        cells[0].strip("`"): cells[1:] for cells in ([c.strip() for c in line.strip("|").split("|")] for line in lines)
-    }
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = {cells[0].strip("`"): cells[1:] for cells in table}
     assert set(rows) == {factory.__name__ for factory in METHODS.values()}
     for factory in METHODS.values():
         reduce, subspace, refresh, embedding = rows[factory.__name__]
@@ -175,15 +171,11 @@ def test_each_method_is_the_row_that_its_documentation_shows() -> None:
 
 
 def test_choices_overlay_the_row_key_by_key() -> None:
-    optimizer = TSR(
-        make_toy(), rank={"head": 5, "linear": 4, "embedding": 3}, refresh={"head": 7, "oversampling": 2}, scale=1.0
-    )
+    rank, refresh = {"head": 5, "linear": 4, "embedding": 3}, {"head": 7, "oversampling": 2}
+    optimizer = TSR(make_toy(), rank=rank, refresh=refresh, scale=1.0)
     blocks = {block.name: block for block in optimizer.blocks}
-    assert (blocks["head.weight"].subspace, blocks["head.weight"].rank, blocks["head.weight"].interval) == (
-        "two_sided",
-        5,
-        7,
-    )
+    head = blocks["head.weight"]
+    assert (head.subspace, head.rank, head.interval) == ("two_sided", 5, 7)
     assert blocks["tall.weight"].interval == methods.DEFAULT_INTERVAL["linear"]
     assert (optimizer.refresh.method, optimizer.refresh.oversampling) == ("sketch", 2)
     assert (optimizer.options.scale, optimizer.options.eps) == (1.0, 1e-6)

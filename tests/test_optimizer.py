@@ -172,8 +172,8 @@ def test_reset_moments_start_again_at_a_refresh_with_their_bias_correction() -> 
     for step in range(1, 5):
         before = parameter.detach().clone()
         step_with(parameter, optimizer, random(6, 6, seed=step))
-    # A first update of Adam has entries of size lr, sign(core): here at step 4, right after a refresh, where the core of
-    # a fresh basis is diagonal.
+    # A first update of Adam has entries of size lr: here at step 4, right after a refresh. The core in a fresh basis is
+    # diagonal.
     change = project(before - parameter.detach(), basis_of(optimizer))
     assert_close(change.diag().abs(), torch.full((6,), 0.01, dtype=torch.float64), rtol=1e-6, atol=0)
 

@@ -8,13 +8,13 @@ its blocks; a block whose smaller side does not exceed the rank stays dense and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from tsr.checks import is_number, is_whole
 from tsr.subspace import SUBSPACES
 
 ROLES = ("linear", "embedding", "head", "vector")
@@ -39,14 +39,16 @@ class RolePolicy:
         role = self.role
         if role not in ROLES:
             raise ValueError(f"unknown role {role!r}; roles are {', '.join(ROLES)}")
-        if self.subspace not in SUBSPACES:
+        if self.subspace not in tuple(SUBSPACES):
             raise ValueError(f"subspace.{role} must be one of {', '.join(SUBSPACES)}, got {self.subspace!r}")
-        if self.rank is not None and self.rank < 1:
-            raise ValueError(f"rank.{role} must be at least 1, or null for a dense {role}, got {self.rank}")
-        if self.interval < 1:
-            raise ValueError(f"refresh.{role} must be at least 1 step, got {self.interval}")
-        if not (math.isfinite(self.lr_factor) and self.lr_factor > 0):
-            raise ValueError(f"lr_factor.{role} must be a positive number, got {self.lr_factor}")
+        if self.rank is not None and not is_whole(self.rank, least=1):
+            raise ValueError(
+                f"rank.{role} must be a whole number of at least 1, or null for a dense {role}, got {self.rank!r}"
+            )
+        if not is_whole(self.interval, least=1):
+            raise ValueError(f"refresh.{role} must be a whole number of steps, at least 1, got {self.interval!r}")
+        if not (is_number(self.lr_factor) and self.lr_factor > 0):
+            raise ValueError(f"lr_factor.{role} must be a positive number, got {self.lr_factor!r}")
 
 
 @dataclass(frozen=True, eq=False)

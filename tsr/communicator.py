@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tsr.checks import is_number
 from tsr.ledger import Ledger
 
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -50,10 +51,10 @@ class Communicator:
     def __init__(
         self, *, dtype: str = "fp32", bucket_mib: float | None = None, group: dist.ProcessGroup | None = None
     ) -> None:
-        if dtype not in WIRE_DTYPES:
+        if dtype not in tuple(WIRE_DTYPES):
             raise ValueError(f"comm.dtype must be one of {', '.join(WIRE_DTYPES)}, got {dtype!r}")
-        if bucket_mib is not None and bucket_mib <= 0:
-            raise ValueError(f"comm.bucket_mib must be positive or null (one buffer a round), got {bucket_mib}")
+        if bucket_mib is not None and not (is_number(bucket_mib) and bucket_mib > 0):
+            raise ValueError(f"comm.bucket_mib must be positive or null (one buffer a round), got {bucket_mib!r}")
         self.dtype = WIRE_DTYPES[dtype]
         self.ledger = Ledger()
         self.seconds = 0.0  # spent in `mean` since the start: packing, waiting, unpacking

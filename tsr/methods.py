@@ -14,7 +14,7 @@ The head is dense in all of them until it is given a rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -39,7 +39,6 @@ def build(
     refresh: Mapping[str, Any] | None = None,
     lr_factor: Mapping[str, float] | None = None,
     seed: int = 0,
-    name: str = "low_rank_adam",
     **options: Any,
 ) -> LowRankAdam:
     """An optimizer for ``model`` from plain values, as they stand in the configuration.
@@ -53,7 +52,6 @@ def build(
         refresh: The interval in steps by role, and the options of `RefreshRule`.
         lr_factor: Factor of the learning rate by role; 1 where absent.
         seed: Of the sketches.
-        name: What the method is called in records.
         options: See `AdamOptions`.
 
     Raises:
@@ -67,7 +65,8 @@ def build(
     _reject_unknown("subspace", subspace, ROLES)
     _reject_unknown("rank", rank, ROLES)
     _reject_unknown("lr_factor", lr_factor, ROLES)
-    _reject_unknown("refresh", refresh, [field.name for field in fields(RefreshRule) if field.name != "seed"])
+    rule_keys = [field.name for field in fields(RefreshRule) if field.name != "seed"]
+    _reject_unknown("refresh", refresh, [*ROLES, *rule_keys])
     _reject_unknown("optimizer", options, [field.name for field in fields(AdamOptions)])
     policies = [
         RolePolicy(
@@ -79,7 +78,7 @@ def build(
         )
         for role in ROLES
     ]
-    if "betas" in options:
+    if isinstance(options.get("betas"), Sequence):
         options["betas"] = tuple(options["betas"])
     return LowRankAdam(
         plan_blocks(model, roles, policies),
@@ -98,39 +97,38 @@ def _reject_unknown(group: str, given: Mapping[str, Any], known: Any) -> None:
 
 def AdamW(model: nn.Module, **choices: Any) -> LowRankAdam:
     """torch.optim.AdamW behind the communicator: dense gradients are averaged. ``choices``: see `build`."""
-    return build(model, **{"name": "adamw", "lr": 1e-3, **choices})
+    return build(model, **{"lr": 1e-3, **choices})
 
 
 def GaLore(model: nn.Module, **choices: Any) -> LowRankAdam:
     """GaLore (arXiv 2403.03507): dense gradients are averaged, then projected one-sided. ``choices``: see `build`."""
-    return _low_rank(model, choices, "galore", "one_sided", "svd", reduce="dense", scale=0.25, eps=1e-6, eps_mode="raw")
+    return _low_rank(model, choices, "one_sided", "svd", reduce="dense", scale=0.25, eps=1e-6, eps_mode="raw")
 
 
 def OneSided(model: nn.Module, **choices: Any) -> LowRankAdam:
     """GaLore's subspace, projected before the reduction: r max(m, n) elements a step. ``choices``: see `build`."""
-    return _low_rank(model, choices, "one_sided", "one_sided", "svd", scale=0.25, eps=1e-6)
+    return _low_rank(model, choices, "one_sided", "svd", scale=0.25, eps=1e-6)
 
 
 def TSR(model: nn.Module, **choices: Any) -> LowRankAdam:
     """TSR-Adam (arXiv 2602.08007) with a synchronised sketch: r^2 elements a step. ``choices``: see `build`."""
-    return _low_rank(model, choices, "tsr", "two_sided", "sketch", scale=0.75, eps=1e-6)
+    return _low_rank(model, choices, "two_sided", "sketch", scale=0.75, eps=1e-6)
 
 
 def TSRPaper(model: nn.Module, **choices: Any) -> LowRankAdam:
     """TSR-Adam as Algorithm 1 has it, the averaging of local bases included. ``choices``: see `build`."""
     letter = {"power_iterations": 1, "phase": 0}
-    return _low_rank(model, choices, "tsr_paper", "two_sided", "local_sketch", refresh=letter, scale=0.75, eps=1e-6)
+    return _low_rank(model, choices, "two_sided", "local_sketch", refresh=letter, scale=0.75, eps=1e-6)
 
 
 def TSRSVD(model: nn.Module, **choices: Any) -> LowRankAdam:
     """TSR with exact refreshes: the mean gradient is synchronised whole on them. ``choices``: see `build`."""
-    return _low_rank(model, choices, "tsr_svd", "two_sided", "svd", scale=0.75, eps=1e-6)
+    return _low_rank(model, choices, "two_sided", "svd", scale=0.75, eps=1e-6)
 
 
 def _low_rank(
     model: nn.Module,
     choices: Mapping[str, Any],
-    name: str,
     subspace: str,
     method: str,
     *,
@@ -140,7 +138,6 @@ def _low_rank(
     """Build a low-rank method: its row of choices, overlaid with the caller's (mappings are merged key by key)."""
     embedding = "dense" if subspace == "one_sided" else subspace
     defaults: dict[str, Any] = {
-        "name": name,
         "lr": 1e-2,
         "subspace": {"linear": subspace, "embedding": embedding, "head": subspace},
         "rank": DEFAULT_RANK,

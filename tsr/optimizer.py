@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from tsr.blocks import Block
+from tsr.checks import is_number
 from tsr.communicator import Communicator, Message
 from tsr.refresh import METHODS, Average, RefreshRule, RefreshTask, gaussian
 from tsr.subspace import Basis, core_shape, lift, project, rotate, sides
@@ -60,14 +61,20 @@ class AdamOptions:
 
     def __post_init__(self) -> None:
         for name, number in (("lr", self.lr), ("scale", self.scale), ("eps", self.eps)):
-            if not (math.isfinite(number) and number > 0):
-                raise ValueError(f"optimizer.{name} must be a positive number, got {number}")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer.betas must be two numbers in [0, 1), got {list(self.betas)}")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"optimizer.weight_decay must be 0 or more, got {self.weight_decay}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"optimizer.clip_norm must be positive, or null for no clipping, got {self.clip_norm}")
+            if not (is_number(number) and number > 0):
+                raise ValueError(f"optimizer.{name} must be a positive number, got {number!r}")
+        if (
+            not isinstance(self.betas, tuple)
+            or len(self.betas) != 2
+            or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+        ):
+            raise ValueError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas!r}")
+        if not (is_number(self.weight_decay) and self.weight_decay >= 0):
+            raise ValueError(f"optimizer.weight_decay must be a number of 0 or more, got {self.weight_decay!r}")
+        if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
+            raise ValueError(
+                f"optimizer.clip_norm must be a positive number, or null for no clipping, got {self.clip_norm!r}"
+            )
         for name, value, allowed in (
             ("eps_mode", self.eps_mode, EPS_MODES),
             ("moments", self.moments, MOMENTS),
@@ -107,6 +114,7 @@ class LowRankAdam(torch.optim.Optimizer):
         self.refresh = refresh or RefreshRule()
         self.communicator = communicator or Communicator()
         self.grad_norm = torch.zeros(())  # of the last step's averaged messages, before clipping
+        self._intervals = sorted({block.interval for block in self.blocks if block.is_low_rank})
         factors = lr_factors or {}
         groups: list[dict[str, Any]] = [
             {
@@ -137,8 +145,7 @@ class LowRankAdam(torch.optim.Optimizer):
 
     def step_kind(self, step: int) -> Hashable:
         """What distinguishes the messages of ``step`` (from 1): which refresh intervals fall due."""
-        intervals = sorted({block.interval for block in self.blocks if block.is_low_rank})
-        return tuple(self.refresh.due(step, interval) for interval in intervals)
+        return tuple(self.refresh.due(step, interval) for interval in self._intervals)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -222,8 +229,13 @@ class LowRankAdam(torch.optim.Optimizer):
         if self.refresh.start == "previous" and step > 1:
             kept = [state[RIGHT]]
             width -= block.rank
-        drawn = gaussian((block.shape[1], width), seed=self.refresh.seed, step=step, name=block.name, like=gradient)
-        return RefreshTask(gradient, block.rank, torch.cat([*kept, drawn], dim=1))
+        shape = (block.shape[1], width)
+
+        def draw() -> Tensor:
+            drawn = gaussian(shape, seed=self.refresh.seed, step=step, name=block.name, like=gradient)
+            return torch.cat([*kept, drawn], dim=1)
+
+        return RefreshTask(gradient, block.rank, draw)
 
     def _change_basis(self, block: Block, basis: Basis) -> None:
         state = self.state[block.parameter]
@@ -242,7 +254,10 @@ class LowRankAdam(torch.optim.Optimizer):
 
     def _clip(self, averaged: Sequence[Tensor], *, also: Sequence[Tensor] = ()) -> None:
         """Record the norm of the averaged messages and, if asked for, scale them (and what was made of them) down."""
-        self.grad_norm = torch.nn.utils.get_total_norm(averaged)
+        # In at least fp32: the norm of a bf16 tensor would have three digits.
+        wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in averaged]
+        norms = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor, dtype in zip(averaged, wide, strict=True)]
+        self.grad_norm = torch.linalg.vector_norm(torch.stack(norms))
         if self.options.clip_norm is not None:
             factor = (self.options.clip_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
             for tensor in (*averaged, *also):

@@ -19,10 +19,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from tsr.checks import is_whole
 from tsr.subspace import Basis, orthonormalise
 
 Average = Callable[[Sequence[Tensor], str], Sequence[Tensor]]
@@ -31,11 +33,16 @@ RefreshMethod = Callable[[Sequence["RefreshTask"], "RefreshRule", Average], list
 
 @dataclass(frozen=True)
 class RefreshTask:
-    """One block that is due: its local gradient (m x n, at least fp32), its rank, start matrix (n x k)."""
+    """One block that is due: its local gradient (m x n, at least fp32) and its rank."""
 
     gradient: Tensor
     rank: int
-    start: Tensor
+    draw: Callable[[], Tensor]
+
+    @cached_property
+    def start(self) -> Tensor:
+        """What a sketch multiplies (n x k), the same on every worker; drawn when a method asks for it."""
+        return self.draw()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +68,20 @@ class RefreshRule:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        if self.method not in tuple(METHODS):
             raise ValueError(f"refresh.method must be one of {', '.join(METHODS)}, got {self.method!r}")
-        if self.oversampling < 0:
-            raise ValueError(f"refresh.oversampling must be 0 or more columns, got {self.oversampling}")
-        if self.power_iterations < 0:
-            raise ValueError(f"refresh.power_iterations must be 0 or more, got {self.power_iterations}")
+        if not is_whole(self.oversampling, least=0):
+            raise ValueError(
+                f"refresh.oversampling must be a whole number of at least 0 columns, got {self.oversampling!r}"
+            )
+        if not is_whole(self.power_iterations, least=0):
+            raise ValueError(
+                f"refresh.power_iterations must be a whole number of at least 0, got {self.power_iterations!r}"
+            )
         if self.start not in ("gaussian", "previous"):
             raise ValueError(f"refresh.start must be gaussian or previous, got {self.start!r}")
         if self.phase not in (0, 1):
-            raise ValueError(f"refresh.phase must be 0 (steps 1, K, 2K, ...) or 1 (1, K+1, ...), got {self.phase}")
+            raise ValueError(f"refresh.phase must be 0 (steps 1, K, 2K, ...) or 1 (1, K+1, ...), got {self.phase!r}")
 
     def due(self, step: int, interval: int) -> bool:
         """Whether a block of this interval refreshes at ``step`` (from 1)."""

@@ -68,6 +68,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*"))
 
 
+def drop_after(folder: Path, step: int) -> None:
+    """Drop checkpoints past ``step``: a run that goes on from there makes its own."""
+    for path in list_checkpoints(folder):
+        if path.name > f"step_{step:08d}":
+            shutil.rmtree(path)
+
+
 def find(resume: str | None, folder: Path, expected: dict[str, list[Any]]) -> Checkpoint | None:
     """The checkpoint to resume from.
 
@@ -103,12 +110,12 @@ def _open(path: Path, expected: dict[str, list[Any]]) -> Checkpoint:
         raise ValueError(f"resume={path}: no checkpoint is there; give a folder .../checkpoints/step_XXXXXXXX or auto")
     try:
         meta = json.loads((path / "meta.json").read_text())
+        step, found = int(meta["step"]), meta["signature"]
         torch.load(path / "state.pt", map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch reports damage in many ways
         raise ValueError(
             f"resume={path}: the checkpoint is damaged ({type(error).__name__}); use an older one"
         ) from None
-    found = meta["signature"]
     for name in expected.keys() | found.keys():
         if expected.get(name) != found.get(name):
             raise ValueError(
@@ -116,7 +123,7 @@ def _open(path: Path, expected: dict[str, list[Any]]) -> Checkpoint:
                 f"{_shape(found.get(name))} there and {_shape(expected.get(name))} here; use the configuration it was "
                 f"made with"
             )
-    return Checkpoint(path, int(meta["step"]))
+    return Checkpoint(path, step)
 
 
 def _shape(entry: list[Any] | None) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,11 +40,20 @@ class Batch(Protocol):
 class GlobalStep(Protocol):
     """One update's data: this worker's micro-batches, and the counts of the whole global batch."""
 
-    step: int
-    micro_batches: list[Any]
-    tokens: int
-    positions: int
-    loss_tokens: int
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def micro_batches(self) -> Sequence[Any]: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def positions(self) -> int: ...
+
+    @property
+    def loss_tokens(self) -> int: ...
 
 
 Objective = Callable[[nn.Module, Any], Tensor]  # losses of a batch, 0 where there is none
@@ -117,6 +126,8 @@ class Trainer:
     def fit(self) -> None:
         """Train to the last step."""
         done, settings = self.progress["step"], self.settings
+        if self._first:
+            checkpoint.drop_after(self.run.checkpoints, done)
         # The schedule is a function of the update clock, so nothing of it is saved: it is set to where the clock is.
         scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._schedule, last_epoch=done - 1)
         bar = tqdm(

@@ -17,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import yaml
 from filelock import FileLock, Timeout
+from omegaconf import OmegaConf
 
 from tsr.harness.settings import config_hash
 
@@ -56,7 +56,7 @@ class RunDirectory:
         """Refuse a directory that holds a run of another configuration."""
         path = self.path / "config.yaml"
         if path.is_file():
-            other = config_hash(yaml.safe_load(path.read_text()))
+            other = config_hash(_load_config(path))
             if other != self.config_hash:
                 raise ValueError(
                     f"hydra.run.dir={self.path} holds a run of another configuration ({other}, this one is "
@@ -85,7 +85,7 @@ class RunDirectory:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self.summary_path.unlink(missing_ok=True)
-        write_atomically(self.path / "config.yaml", yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True))
+        write_atomically(self.path / "config.yaml", OmegaConf.to_yaml(self.config))
         kept = [json.dumps(row) for row in read_rows(source or self.metrics_path) if row["step"] <= resumed_step]
         write_atomically(self.metrics_path, "".join(f"{line}\n" for line in kept))
 
@@ -118,6 +118,12 @@ class RunDirectory:
             LOGGER.addHandler(handler)
         LOGGER.setLevel(logging.INFO)
         LOGGER.propagate = False
+
+
+def _load_config(path: Path) -> dict[str, Any]:
+    config = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -3,14 +3,86 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from tsr.checks import is_number, is_whole
+
+Made = TypeVar("Made")
+
+GROUPS = (
+    *("model", "task", "data", "rank", "refresh", "schedule", "optimizer", "logger"),  # folders of conf/
+    *("trainer", "comm", "subspace", "lr_factor"),
+)
 # Keys that change where and how a run is watched or continued, but not what it computes.
 NOT_IDENTITY = ("hydra", "resume", "logger", "runs_dir")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """The top-level keys that are no group.
+
+    Args:
+        nproc: Workers to start.
+        world_size: Workers of a dry run; ``None`` is ``nproc``.
+        seed: Of weights and sketches.
+        data_seed: Of the order of the rows.
+        dry_run: Count bytes and memory and train nothing.
+        resume: ``auto``, the path of a checkpoint or run directory, or ``None`` to start afresh.
+    """
+
+    nproc: int
+    world_size: int | None
+    seed: int
+    data_seed: int
+    dry_run: bool
+    resume: str | None
+
+    def __post_init__(self) -> None:
+        for name, least in (("nproc", 1), ("seed", 0), ("data_seed", 0)):
+            if not is_whole(getattr(self, name), least=least):
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {getattr(self, name)!r}")
+        if not isinstance(self.dry_run, bool):
+            raise ValueError(f"dry_run must be true or false, got {self.dry_run!r}")
+        if self.world_size is not None and not is_whole(self.world_size, least=1):
+            raise ValueError(f"world_size must be a whole number of at least 1 or null, got {self.world_size!r}")
+        if self.world_size is not None and not self.dry_run:
+            raise ValueError(f"world_size={self.world_size} is for dry runs; start real workers with nproc")
+        if self.resume is not None and not isinstance(self.resume, str):
+            raise ValueError(f"resume must be auto, null or the path of a checkpoint or run, got {self.resume!r}")
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> JobSettings:
+        """The settings in a job's whole configuration, of which every group is there."""
+        for group in GROUPS:
+            if not isinstance(config.get(group), Mapping):
+                raise ValueError(f"{group} must be a group of keys, got {config.get(group)!r}; leave it as it was")
+        values: dict[str, Any] = {name: config.get(name) for name in inspect.signature(cls).parameters}
+        return cls(**values)
+
+    @property
+    def workers(self) -> int:
+        """How many workers the job has, or would have."""
+        return self.world_size or self.nproc
+
+
+def from_group(make: Callable[..., Made], config: Mapping[str, Any], group: str, **more: Any) -> Made:
+    """What ``make`` makes of the keys of a group.
+
+    Raises:
+        ValueError: Naming the group, if ``make`` does not know a key or lacks one; or as ``make`` does.
+    """
+    takes = inspect.signature(make)
+    try:
+        takes.bind(**config[group], **more)
+    except TypeError as error:
+        keys = ", ".join(key for key in takes.parameters if key not in more)
+        raise ValueError(f"{group}: {error}; it takes {keys}") from None
+    return make(**config[group], **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +114,7 @@ class TrainerSettings:
             optional = name in ("micro_batch", "eval_every", "eval_rows", "checkpoint_every")
             if value is None and optional:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_whole(value, least=1):
                 or_null = " or null" if optional else ""
                 raise ValueError(f"trainer.{name} must be a whole number of at least 1{or_null}, got {value!r}")
 
@@ -74,10 +146,10 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.shape not in ("cosine", "linear", "constant"):
             raise ValueError(f"schedule.shape must be cosine, linear or constant, got {self.shape!r}")
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"schedule.warmup is a part of all steps and must be in [0, 1), got {self.warmup}")
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"schedule.floor must be between 0 and 1, got {self.floor}")
+        if not (is_number(self.warmup) and 0 <= self.warmup < 1):
+            raise ValueError(f"schedule.warmup is a part of all steps and must be in [0, 1), got {self.warmup!r}")
+        if not (is_number(self.floor) and 0 <= self.floor <= 1):
+            raise ValueError(f"schedule.floor must be between 0 and 1, got {self.floor!r}")
 
     def __call__(self, done: int) -> float:
         """The factor of the update that follows ``done`` updates."""
