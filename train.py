@@ -84,28 +84,37 @@ def run_job(cfg: DictConfig, directory: Path) -> None:
     run = RunDirectory(directory, config)
     expected = check(config)
     run.check_owner()
-    if run.is_done and config["resume"] == "auto":
-        print(f"done already, skipped: {directory} (resume=null runs it again)")
+    if is_over(run):
         return
     if config["dry_run"]:
         with run.lock():
             dry_run(config, run)
         return
     prepared = data.prepare(instantiate(config["data"]), vocab_size=config["model"]["vocab_size"])
-    found = checkpoint.find(config["resume"], run.checkpoints, expected)
-    world = external_world()
+    find = partial(checkpoint.find, config["resume"], run.checkpoints, expected, text=prepared.identity)
+    found, world = find(), external_world()
     if world is not None:
         with raise_on_sigterm():
             work(world, config, directory, prepared, found)
         return
     with run.lock():
+        if is_over(run):  # the same job, started twice at once, may have ended since
+            return
         print(f"run directory: {directory}")
         run.summary_path.unlink(missing_ok=True)
         try:
-            start_workers(work, (config, directory, prepared, found), nproc=config["nproc"])
+            start_workers(work, (config, directory, prepared, find()), nproc=config["nproc"])
         except BaseException as error:
             run.fail(str(error) or type(error).__name__)  # kept only if no worker could say why itself
             raise
+
+
+def is_over(run: RunDirectory) -> bool:
+    """Whether the job is done already and not asked for anew."""
+    over = run.is_done and run.config["resume"] == "auto"
+    if over:
+        print(f"done already, skipped: {run.path} (resume=null runs it again)")
+    return over
 
 
 def check(config: Config) -> dict[str, list[Any]]:
@@ -208,6 +217,7 @@ def train(
         settings=settings,
         schedule=Schedule(**config["schedule"], steps=settings.steps),
         lr=config["optimizer"]["lr"],
+        text=prepared.identity,
         run=run,
         mirror=mirror,
     )

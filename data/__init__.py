@@ -58,6 +58,11 @@ class Prepared:
     validation: Rows
     record: dict[str, Any]
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """What identifies the text: the hashes of corpus and tokenizer."""
+        return {key: self.record[key] for key in ("corpus_sha256", "tokenizer_sha256")}
+
 
 def prepare(config: DataConfig, *, vocab_size: int) -> Prepared:
     """Make the rows that ``config`` describes, or find them in the cache.

@@ -132,7 +132,8 @@ def run_job(config: Config, directory: Path, prepared: data.Prepared) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     found = None
     if this_rank() == 0:  # the others learn it from the first
-        found = checkpoint.find(config["resume"], RunDirectory(directory, config).checkpoints, train.check(config))
+        folder = RunDirectory(directory, config).checkpoints
+        found = checkpoint.find(config["resume"], folder, train.check(config), text=prepared.identity)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     log = (list(LOGGER.handlers), LOGGER.level, LOGGER.propagate)
     try:

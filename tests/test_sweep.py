@@ -74,7 +74,7 @@ def test_every_method_leaves_a_sound_record_though_a_job_fails_in_its_worker(tmp
     """The first job's first update makes its weights infinite, and so its second gradient."""
     outcome = run(
         *("-m", *tiny_job(tmp_path), "seed=0", f"optimizer={','.join(METHODS)}"),
-        *("+lrs={adamw:1e38}", "optimizer.lr='${oc.select:lrs.${optimizer.name},0.01}'"),
+        *("+lrs={adamw:1e30}", "optimizer.lr='${oc.select:lrs.${optimizer.name},0.01}'"),
     )
     assert outcome.status == 1
     runs = run_directories(tmp_path)

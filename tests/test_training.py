@@ -334,6 +334,7 @@ def evaluate(
         settings=TrainerSettings(**compose("adamw")["trainer"]),
         schedule=Schedule(shape="constant", warmup=0.0, floor=1.0, steps=1),
         lr=1.0,
+        text={},
         run=RunDirectory("nowhere", {}),
     )
     return trainer.evaluate()

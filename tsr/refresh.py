@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tsr.checks import is_whole
-from tsr.subspace import Basis, orthonormalise
+from tsr.subspace import Basis, fix_signs, orthonormalise
 
 Average = Callable[[Sequence[Tensor], str], Sequence[Tensor]]
 RefreshMethod = Callable[[Sequence["RefreshTask"], "RefreshRule", Average], list[Basis]]
@@ -110,7 +110,7 @@ def svd(tasks: Sequence[RefreshTask], rule: RefreshRule, average: Average) -> li
     bases = []
     for task, mean in zip(tasks, means, strict=True):
         left, _, right = torch.linalg.svd(mean, full_matrices=False)
-        bases.append(Basis(left[:, : task.rank].contiguous(), right[: task.rank].mT.contiguous()))
+        bases.append(fix_signs(left[:, : task.rank], right[: task.rank].mT))
     return bases
 
 
@@ -151,7 +151,7 @@ def local_sketch(tasks: Sequence[RefreshTask], rule: RefreshRule, average: Avera
 def _basis_of(q: Tensor, b: Tensor, rank: int) -> Basis:
     """U = Q Ut[:, :r] and V = Vt[:, :r] from B = Ut S Vt^T (k x n)."""
     left, _, right = torch.linalg.svd(b, full_matrices=False)
-    return Basis(q @ left[:, :rank], right[:rank].mT.contiguous())
+    return fix_signs(q @ left[:, :rank], right[:rank].mT)
 
 
 METHODS: dict[str, RefreshMethod] = {"svd": svd, "sketch": sketch, "local_sketch": local_sketch}

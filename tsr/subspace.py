@@ -75,6 +75,16 @@ def rotate(core: Tensor, old: Basis, new: Basis, *, squared: bool = False) -> Te
     return core
 
 
+def fix_signs(left: Tensor, right: Tensor) -> Basis:
+    """The same pairs of singular vectors, with the largest entry of each left one positive.
+
+    A factorisation leaves the signs open and libraries differ; moments that outlive a basis would differ with them.
+    """
+    largest = left.gather(0, left.abs().argmax(dim=0, keepdim=True))
+    signs = torch.where(largest < 0, -1.0, 1.0).to(left.dtype)
+    return Basis(left * signs, right * signs)
+
+
 def orthonormalise(matrix: Tensor) -> Tensor:
     """Orthonormal columns spanning those of an m x k matrix (m >= k), by thin QR."""
     return torch.linalg.qr(matrix)[0]

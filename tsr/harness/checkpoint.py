@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ import torch
 from torch import nn
 
 from tsr.harness.rundir import LOGGER, write_atomically
+
+
+class Damaged(ValueError):
+    """A checkpoint that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,16 @@ def signature(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, l
 
 
 def save(
-    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any], *, keep: int
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: dict[str, Any],
+    *,
+    text: Mapping[str, str],
+    keep: int,
 ) -> Path:
-    """Write the checkpoint of ``step`` and drop all but the ``keep`` newest."""
+    """Write the checkpoint of ``step`` and drop all but the ``keep`` newest; ``text`` identifies what is trained on."""
     path = folder / f"step_{step:08d}"
     partial = folder / f".partial_{path.name}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -55,7 +67,9 @@ def save(
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}, file)
         file.flush()
         os.fsync(file.fileno())
-    write_atomically(partial / "meta.json", json.dumps({"step": step, "signature": signature(model, optimizer)}))
+    write_atomically(
+        partial / "meta.json", json.dumps({"step": step, "signature": signature(model, optimizer), "text": dict(text)})
+    )
     shutil.rmtree(path, ignore_errors=True)
     partial.rename(path)
     for old in list_checkpoints(folder)[:-keep]:
@@ -75,7 +89,9 @@ def drop_after(folder: Path, step: int) -> None:
             shutil.rmtree(path)
 
 
-def find(resume: str | None, folder: Path, expected: dict[str, list[Any]]) -> Checkpoint | None:
+def find(
+    resume: str | None, folder: Path, expected: dict[str, list[Any]], *, text: Mapping[str, str]
+) -> Checkpoint | None:
     """The checkpoint to resume from.
 
     Args:
@@ -83,17 +99,19 @@ def find(resume: str | None, folder: Path, expected: dict[str, list[Any]]) -> Ch
             the path of a checkpoint or of a run directory.
         folder: The run's own checkpoints.
         expected: `signature` of the model and optimizer that are to take it over.
+        text: Hashes of the corpus and the tokenizer that training would go on with.
 
     Raises:
-        ValueError: If the one that was asked for by path is missing, damaged or of another model or optimizer.
+        ValueError: If it is of another model, optimizer or text, so that going on would make another run of this one;
+            if the one that was asked for by path is missing or damaged.
     """
     if resume is None:
         return None
     if resume == "auto":
         for path in reversed(list_checkpoints(folder)):
             try:
-                return _open(path, expected)
-            except ValueError as error:
+                return _open(path, expected, text)
+            except Damaged as error:
                 LOGGER.warning("%s; trying an older checkpoint", error)
         return None
     path = Path(resume)
@@ -102,20 +120,18 @@ def find(resume: str | None, folder: Path, expected: dict[str, list[Any]]) -> Ch
         if not found:
             raise ValueError(f"resume={resume}: this run has no checkpoint yet")
         path = found[-1]
-    return _open(path, expected)
+    return _open(path, expected, text)
 
 
-def _open(path: Path, expected: dict[str, list[Any]]) -> Checkpoint:
+def _open(path: Path, expected: dict[str, list[Any]], text: Mapping[str, str]) -> Checkpoint:
     if not (path / "meta.json").is_file():
         raise ValueError(f"resume={path}: no checkpoint is there; give a folder .../checkpoints/step_XXXXXXXX or auto")
     try:
         meta = json.loads((path / "meta.json").read_text())
-        step, found = int(meta["step"]), meta["signature"]
+        step, found, found_text = int(meta["step"]), meta["signature"], meta["text"]
         torch.load(path / "state.pt", map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch reports damage in many ways
-        raise ValueError(
-            f"resume={path}: the checkpoint is damaged ({type(error).__name__}); use an older one"
-        ) from None
+        raise Damaged(f"resume={path}: the checkpoint is damaged ({type(error).__name__}); use an older one") from None
     for name in expected.keys() | found.keys():
         if expected.get(name) != found.get(name):
             raise ValueError(
@@ -123,6 +139,11 @@ def _open(path: Path, expected: dict[str, list[Any]]) -> Checkpoint:
                 f"{_shape(found.get(name))} there and {_shape(expected.get(name))} here; use the configuration it was "
                 f"made with"
             )
+    if found_text != text:
+        raise ValueError(
+            f"resume={path}: the checkpoint was trained on another text ({found_text}, here {dict(text)}), which may "
+            f"have changed since; restore it, or start afresh with resume=null"
+        )
     return Checkpoint(path, step)
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tsr.communicator import Communicator
 from tsr.harness import checkpoint
@@ -78,6 +80,7 @@ class Trainer:
         evaluation: Gives this worker's batches of the validation rows.
         settings, schedule: See `tsr.harness.settings`.
         lr: The learning rate before role factors and schedule, for the record.
+        text: What is trained on, by hash; a checkpoint is of this text alone.
         run: The run directory.
         mirror: Follows the record (first worker), or ``None``.
     """
@@ -93,6 +96,7 @@ class Trainer:
         settings: TrainerSettings,
         schedule: Schedule,
         lr: float,
+        text: Mapping[str, str],
         run: RunDirectory,
         mirror: Mirror | None = None,
     ) -> None:
@@ -106,6 +110,7 @@ class Trainer:
         self.progress: dict[str, Any] = {"step": 0, "tokens": 0, "positions": 0, "loss_tokens": 0, "seconds": 0.0}
         self._schedule = schedule
         self._lr = lr
+        self._text = text
         self._steps = steps
         self._evaluation = evaluation
         self._mirror = mirror
@@ -133,7 +138,8 @@ class Trainer:
         bar = tqdm(
             total=settings.steps, initial=done, disable=None if self._first else True, unit="step", smoothing=0.1
         )
-        with bar:
+        # Log lines go above the bar; on the first worker alone, since this drops the handlers' levels.
+        with bar, logging_redirect_tqdm([LOGGER]) if self._first else nullcontext():
             for data in self._steps(done + 1):
                 row = self._train_step(data)
                 scheduler.step()
@@ -271,6 +277,7 @@ class Trainer:
                 self.model,
                 self.optimizer,
                 progress,
+                text=self._text,
                 keep=self.settings.keep_checkpoints,
             )
         self.communicator.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -63,7 +64,7 @@ class Mirror:
             group=self._settings["group"],
             tags=self._settings["tags"],
             name=self._run.path.name,
-            id=self._run.config_hash,
+            id=hashlib.sha256(f"{self._run.config_hash} {self._run.path.resolve()}".encode()).hexdigest()[:16],
             resume="allow" if mode == "online" else None,
             mode=mode,
             dir=self._run.path,

@@ -61,6 +61,9 @@ class JobSettings:
         for group in GROUPS:
             if not isinstance(config.get(group), Mapping):
                 raise ValueError(f"{group} must be a group of keys, got {config.get(group)!r}; leave it as it was")
+        for group in ("model", "optimizer"):
+            if not config[group].get("name"):
+                raise ValueError(f"{group}.name is missing, so {group} is no choice by itself; choose one with a name")
         values: dict[str, Any] = {name: config.get(name) for name in inspect.signature(cls).parameters}
         return cls(**values)
 
