@@ -88,7 +88,9 @@ def make_rows(folder: Path, *, padded: bool, train: int = 40, validation: int = 
     rows have 1 to `LENGTH` tokens; a row of one token has no loss token.
     """
     folder.mkdir(parents=True)
-    record: dict[str, Any] = {"name": "made", "rows": "document" if padded else "packed", "sequence_length": LENGTH}
+    layout = "document" if padded else "packed"
+    record: dict[str, Any] = {"name": "made", "rows": layout, "sequence_length": LENGTH}
+    record |= {"corpus_sha256": f"made, {layout}", "tokenizer_sha256": "none"}
     for seed, (split, count) in enumerate((("train", train), ("validation", validation)), 1):
         integers = random_integers(seed)
         tokens = np.zeros((count, LENGTH), np.uint16)

@@ -167,7 +167,9 @@ def test_a_directory_below_a_file_is_refused(arguments: str, job: list[str], fol
 def test_a_checkpoint_that_does_not_fit_is_refused(job: list[str], folder: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "step_00000002"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "meta.json").write_text('{"step": 2, "signature": {"other.weight": [[3, 4], "torch.float32"]}}')
+    (checkpoint / "meta.json").write_text(
+        '{"step": 2, "signature": {"other.weight": [[3, 4], "torch.float32"]}, "text": {}}'
+    )
     torch.save({}, checkpoint / "state.pt")
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     assert_refused([*job, f"resume={checkpoint}"], "resume=.*: the checkpoint is of another model or optimizer", folder)

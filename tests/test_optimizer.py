@@ -134,6 +134,8 @@ def test_galore_is_its_formula_written_out() -> None:
         step_with(parameter, optimizer, gradient)
         if (step - 1) % interval == 0:
             projector = torch.linalg.svd(gradient)[0][:, :rank]
+            # The formula leaves the signs open; kept moments feel them.
+            projector = projector * projector.gather(0, projector.abs().argmax(0, keepdim=True)).sign()
         core = projector.T @ gradient
         first = 0.9 * first + 0.1 * core
         second = 0.999 * second + 0.001 * core**2

@@ -22,7 +22,7 @@ from tsr.harness.rundir import LOGGER, write_atomically
 
 
 class Damaged(ValueError):
-    """A checkpoint that cannot be read."""
+    """A checkpoint that is not there or cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def find(
 
 def _open(path: Path, expected: dict[str, list[Any]], text: Mapping[str, str]) -> Checkpoint:
     if not (path / "meta.json").is_file():
-        raise ValueError(f"resume={path}: no checkpoint is there; give a folder .../checkpoints/step_XXXXXXXX or auto")
+        raise Damaged(f"resume={path}: no checkpoint is there; give a folder .../checkpoints/step_XXXXXXXX or auto")
     try:
         meta = json.loads((path / "meta.json").read_text())
         step, found, found_text = int(meta["step"]), meta["signature"], meta["text"]
