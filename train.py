@@ -13,6 +13,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from tsr.harness.launch import (
 )
 from tsr.harness.loop import Trainer
 from tsr.harness.mirror import Mirror
-from tsr.harness.rundir import LOGGER, RunDirectory
+from tsr.harness.rundir import LOGGER, RunDirectory, provenance
 from tsr.harness.settings import JobSettings, Schedule, TrainerSettings, from_group
 from tsr.harness.summary import summarise
 
@@ -64,8 +65,8 @@ def main(cfg: DictConfig) -> None:
     directory = Path(HydraConfig.get().runtime.output_dir)
     try:
         run_job(cfg, directory)
-    except (ValueError, ConnectionError, OmegaConfBaseException, InstantiationException) as error:
-        if not any(directory.iterdir()):
+    except (ValueError, OSError, OmegaConfBaseException, InstantiationException) as error:
+        with suppress(OSError):  # not empty, or gone already
             directory.rmdir()  # Hydra made it; a job that is refused leaves no trace
         _give_up(f"error: {_explain(error)}")
     except WorkersFailed as error:
@@ -84,37 +85,35 @@ def run_job(cfg: DictConfig, directory: Path) -> None:
     run = RunDirectory(directory, config)
     expected = check(config)
     run.check_owner()
-    if is_over(run):
+    if run.is_over():
         return
     if config["dry_run"]:
         with run.lock():
             dry_run(config, run)
         return
     prepared = data.prepare(instantiate(config["data"]), vocab_size=config["model"]["vocab_size"])
-    find = partial(checkpoint.find, config["resume"], run.checkpoints, expected, text=prepared.identity)
+    find = partial(
+        checkpoint.find,
+        config["resume"],
+        run.checkpoints,
+        expected,
+        text=prepared.identity,
+        steps=config["trainer"]["steps"],
+    )
     found, world = find(), external_world()
     if world is not None:
-        with raise_on_sigterm():
+        with run.lock() if world.rank == 0 else nullcontext(), raise_on_sigterm():
             work(world, config, directory, prepared, found)
         return
     with run.lock():
-        if is_over(run):  # the same job, started twice at once, may have ended since
+        if run.is_over():  # the same job, started twice at once, may have ended since
             return
         print(f"run directory: {directory}")
-        run.summary_path.unlink(missing_ok=True)
         try:
             start_workers(work, (config, directory, prepared, find()), nproc=config["nproc"])
         except BaseException as error:
             run.fail(str(error) or type(error).__name__)  # kept only if no worker could say why itself
             raise
-
-
-def is_over(run: RunDirectory) -> bool:
-    """Whether the job is done already and not asked for anew."""
-    over = run.is_done and run.config["resume"] == "auto"
-    if over:
-        print(f"done already, skipped: {run.path} (resume=null runs it again)")
-    return over
 
 
 def check(config: Config) -> dict[str, list[Any]]:
@@ -125,7 +124,7 @@ def check(config: Config) -> dict[str, list[Any]]:
     settings = from_group(TrainerSettings, config, "trainer")
     settings.check_world(job.workers)
     from_group(Schedule, config, "schedule", steps=settings.steps)
-    pick_device(config["device"], 0)
+    pick_device(config["device"], local_rank=0, local_size=world.local_size if world else job.nproc)
     for group, known in (("task", ["pretrain"]), ("logger", ["wandb", "none"])):
         if config[group].get("name") not in known:
             raise ValueError(f"{group} must be {' or '.join(known)}, got {config[group].get('name')!r}")
@@ -159,7 +158,10 @@ def work(world: World, config: Config, directory: Path, prepared: data.Prepared,
     """One worker, from joining the others to its end; a failure is recorded by the worker that sees it first."""
     run = RunDirectory(directory, config)
     run.log_to_file(rank=world.rank)
-    device = pick_device(config["device"], world.local_rank)
+    provenance()  # asks git: now, so that a failure is recorded at once
+    device = pick_device(config["device"], local_rank=world.local_rank, local_size=world.local_size)
+    if world.rank == 0:
+        run.summary_path.unlink(missing_ok=True)  # of an earlier attempt
     try:
         with world.joined(device):
             train(config, run, prepared, found, device)
@@ -178,13 +180,17 @@ def train(
     """Train the job on this worker, and write its record on the first one."""
     communicator = Communicator(**config["comm"])
     first = communicator.rank == 0
-    found = communicator.broadcast_object(found)
+    job = (found, run.config_hash, prepared.identity)
+    found, *first_job = communicator.broadcast_object(job)
+    if [*job[1:]] != first_job:
+        raise ValueError(f"rank {communicator.rank} has another job than rank 0: {job[1:]}, there {first_job}")
     model = build_model(config, device)
     communicator.broadcast([*model.parameters(), *model.buffers()])
     optimizer = build_optimizer(config, model, communicator)
     settings = TrainerSettings(**config["trainer"])
     if first:
         source = found.path.parent.parent / "metrics.jsonl" if found else None
+        checkpoint.drop_others(run.checkpoints, found)
         run.begin(resumed_step=found.step if found else 0, source=source)
         LOGGER.info("%s", "resuming from " + str(found.path) if found else "starting afresh")
         for row in describe(optimizer.blocks):
@@ -221,23 +227,18 @@ def train(
         run=run,
         mirror=mirror,
     )
-    try:
-        if found:
-            trainer.restore(found)
-        trainer.fit()
-    except BaseException:
-        if mirror:
-            mirror.abandon()
-        raise
-    if first and mirror:
+    if found:
+        trainer.restore(found)
+    trainer.fit()
+    if mirror:
         summary = summarise(config, optimizer, model, communicator.ledger, world_size=communicator.world_size) | {
             **{key: value for key, value in trainer.progress.items() if key not in ("step", "seconds")},
             **trainer.last_evaluation,
             "data": prepared.record,
             "duration_s": trainer.progress["seconds"],
         }
-        mirror.finish(summary, communicator.ledger.table())
         run.finish(summary)
+        mirror.finish(summary, communicator.ledger.table())
 
 
 def dry_run(config: Config, run: RunDirectory) -> None:
@@ -287,5 +288,5 @@ if __name__ == "__main__":
     try:
         main()
     except (KeyboardInterrupt, Interrupted):
-        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
+        print("interrupted; with resume=auto the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)

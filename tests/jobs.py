@@ -135,11 +135,13 @@ def run_job(config: Config, directory: Path, prepared: data.Prepared) -> None:
     found = None
     if this_rank() == 0:  # the others learn it from the first
         folder = RunDirectory(directory, config).checkpoints
-        found = checkpoint.find(config["resume"], folder, train.check(config), text=prepared.identity)
+        found = checkpoint.find(
+            config["resume"], folder, train.check(config), text=prepared.identity, steps=config["trainer"]["steps"]
+        )
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     log = (list(LOGGER.handlers), LOGGER.level, LOGGER.propagate)
     try:
-        train.work(Member(this_rank(), size, this_rank(), ""), config, directory, prepared, found)
+        train.work(Member(this_rank(), size, this_rank(), size, ""), config, directory, prepared, found)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -32,6 +32,7 @@ from tests.jobs import (
     SMALL,
     Config,
     Stopped,
+    altered_optimizer,
     assert_same_run,
     compose,
     make_rows,
@@ -142,7 +143,7 @@ def test_a_truncated_newest_checkpoint_is_passed_over_with_a_warning(
     assert steps == [9]  # made anew from 6
     assert_same_run(finished, directory)
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert re.search(r"step_00000009: the checkpoint is damaged .* trying an older", warning.getMessage())
+    assert re.search(r"step_00000009: the checkpoint is damaged .*; use an older one", warning.getMessage())
 
 
 def note_step(steps: list[int]) -> Callable[..., Path]:
@@ -254,6 +255,10 @@ def make_model(*, width: int = 12, method: Callable[..., torch.optim.Optimizer] 
 TEXT = {"corpus_sha256": "c", "tokenizer_sha256": "t"}
 
 
+def find(*arguments: Any, text: dict[str, str] = TEXT, steps: int = 100) -> checkpoint.Checkpoint | None:
+    return checkpoint.find(*arguments, text=text, steps=steps)
+
+
 def low_rank(rank: int) -> Saved:
     return make_model(method=TSR, rank={"linear": rank, "embedding": None})
 
@@ -281,7 +286,7 @@ def test_a_checkpoint_that_was_cut_short_is_none(tmp_path: Path) -> None:
     with mock.patch.object(torch, "save", side_effect=write_a_part), pytest.raises(OSError, match="disk full"):
         save(tmp_path, 2, made)
     assert names(tmp_path) == ["step_00000001"]
-    found = checkpoint.find("auto", tmp_path, checkpoint.signature(*made), text=TEXT)
+    found = find("auto", tmp_path, checkpoint.signature(*made))
     assert found is not None and found.step == 1
     save(tmp_path, 2, made)
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
@@ -303,10 +308,10 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     expected = checkpoint.signature(*make_model())
-    assert checkpoint.find("auto", tmp_path / "checkpoints", expected, text=TEXT) is None
+    assert find("auto", tmp_path / "checkpoints", expected) is None
     path = save(tmp_path, 1, make_model())
-    assert checkpoint.find(None, tmp_path, expected, text=TEXT) is None
-    assert checkpoint.find(str(path), tmp_path / "elsewhere", expected, text=TEXT) == checkpoint.Checkpoint(path, 1)
+    assert find(None, tmp_path, expected) is None
+    assert find(str(path), tmp_path / "elsewhere", expected) == checkpoint.Checkpoint(path, 1)
 
 
 def edit_meta(path: Path, **changes: Any) -> None:
@@ -330,8 +335,8 @@ def test_a_broken_checkpoint_is_refused_by_path_and_passed_over_by_auto(tmp_path
     older, path = save(tmp_path, 1, made), save(tmp_path, 2, made)
     damage(path)
     with pytest.raises(ValueError, match=f"^resume={re.escape(str(path))}: {message}"):
-        checkpoint.find(str(path), tmp_path, checkpoint.signature(*made), text=TEXT)
-    assert checkpoint.find("auto", tmp_path, checkpoint.signature(*made), text=TEXT) == checkpoint.Checkpoint(older, 1)
+        find(str(path), tmp_path, checkpoint.signature(*made))
+    assert find("auto", tmp_path, checkpoint.signature(*made)) == checkpoint.Checkpoint(older, 1)
 
 
 @pytest.mark.parametrize(
@@ -346,35 +351,34 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path, m
     path = save(tmp_path, 1, make_model())
     expected = checkpoint.signature(*made)
     with pytest.raises(ValueError, match=f"the checkpoint is of another model or optimizer: {message}"):
-        checkpoint.find(str(path), tmp_path, expected, text=TEXT)
+        find(str(path), tmp_path, expected)
 
 
 def test_a_checkpoint_of_another_rank_or_dtype_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 1, low_rank(4))
     with pytest.raises(ValueError, match=r"1.weight \(\w+\) is \d+x4 float32 there and \d+x5 float32 here"):
-        checkpoint.find(str(path), tmp_path, checkpoint.signature(*low_rank(5)), text=TEXT)
+        find(str(path), tmp_path, checkpoint.signature(*low_rank(5)))
     model, _ = make_model()
     model.to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"float32 there and .* bfloat16 here"):
-        checkpoint.find(
+        find(
             str(path),
             tmp_path,
             checkpoint.signature(model, TSR(model, rank={"linear": 4, "embedding": None})),
-            text=TEXT,
         )
 
 
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ValueError, match=f"^resume={re.escape(str(tmp_path))}: this run has no checkpoint yet"):
-        checkpoint.find(str(tmp_path), tmp_path / "own", {}, text=TEXT)
+        find(str(tmp_path), tmp_path / "own", {})
 
 
 def test_the_newest_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
     made = make_model()
     for step in (9, 10):
         save(tmp_path / "checkpoints", step, made)
-    found = checkpoint.find(str(tmp_path), tmp_path / "own", checkpoint.signature(*made), text=TEXT)
+    found = find(str(tmp_path), tmp_path / "own", checkpoint.signature(*made))
     assert found is not None and found.step == 10
 
 
@@ -391,5 +395,40 @@ def test_a_checkpoint_of_another_text_is_refused_and_kept(tmp_path: Path) -> Non
     path = save(tmp_path, 1, made)
     for resume in ("auto", str(path)):
         with pytest.raises(ValueError, match=r"resume=.*trained on another text .*start afresh with resume=null"):
-            checkpoint.find(resume, tmp_path, checkpoint.signature(*made), text={**TEXT, "corpus_sha256": "d"})
+            find(resume, tmp_path, checkpoint.signature(*made), text={**TEXT, "corpus_sha256": "d"})
     assert checkpoint.list_checkpoints(tmp_path) == [path]
+
+
+def test_checkpoints_that_are_all_damaged_are_not_thrown_away(tmp_path: Path) -> None:
+    made = make_model()
+    paths = [save(tmp_path, step, made) for step in (1, 2)]
+    for path in paths:
+        truncate(path / "state.pt")
+    with pytest.raises(ValueError, match=r"damaged .* no other is left, so start afresh with resume=null"):
+        find("auto", tmp_path, checkpoint.signature(*made))
+    assert checkpoint.list_checkpoints(tmp_path) == paths
+
+
+def test_a_checkpoint_past_the_end_is_refused(tmp_path: Path) -> None:
+    made = make_model()
+    path = save(tmp_path, 6, made)
+    with pytest.raises(ValueError, match=r"of step 6, past trainer.steps=5; raise that one"):
+        find(str(path), tmp_path / "own", checkpoint.signature(*made), steps=5)
+
+
+def test_rates_are_the_configurations_and_not_the_checkpoints(rows: data.Prepared, tmp_path: Path) -> None:
+    run_job(compose("tsr", {"trainer.steps": 4, "trainer.checkpoint_every": 2}), tmp_path / "first", rows)
+    source = str(tmp_path / "first" / "checkpoints" / "step_00000002")
+    changes = {"trainer.steps": 4, "optimizer.lr": 0.5, "optimizer.weight_decay": 0.25, "resume": source}
+    used: list[Any] = []
+
+    def watch(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(
+            lambda *_: used.extend((g["lr"], g["weight_decay"]) for g in optimizer.param_groups)
+        )
+
+    with altered_optimizer(watch):
+        run_job(compose("tsr", changes), tmp_path / "second", rows)
+    recorded = [row["lr"] for row in read_rows(tmp_path / "second" / "metrics.jsonl")][2:]
+    assert len(recorded) == 2 and min(recorded) > 0.01
+    assert used == [(pytest.approx(lr), 0.25) for lr in recorded for _ in range(4)]

@@ -28,7 +28,8 @@ REDUCTIONS = ("dense", "projected")
 MOMENTS = ("keep", "rotate", "reset")
 EPS_MODES = ("corrected", "raw")
 
-# Keys of the optimizer state of a low-rank block. Cores and bases are at least fp32 whatever the parameter's dtype.
+# Keys of the optimizer state of a low-rank block. All state is at least fp32 whatever the parameter's dtype, and so is
+# the arithmetic of an update, which rounds the weights once.
 FIRST_MOMENT, SECOND_MOMENT, LEFT, RIGHT = "core_exp_avg", "core_exp_avg_sq", "left", "right"
 
 
@@ -266,10 +267,11 @@ class LowRankAdam(torch.optim.Optimizer):
     def _update_dense(self, blocks: Sequence[Block], group: dict[str, Any]) -> None:
         # The function and not the class: as a base class, AdamW runs step hooks twice and cannot load cores.
         states = [self.state[block.parameter] for block in blocks]
+        wide = [block.parameter.to(state["exp_avg"].dtype) for block, state in zip(blocks, states, strict=True)]
         beta1, beta2 = group["betas"]
         adamw(
-            [block.parameter for block in blocks],
-            [_gradient(block) for block in blocks],
+            wide,
+            [_gradient(block).to(parameter.dtype) for block, parameter in zip(blocks, wide, strict=True)],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -282,6 +284,7 @@ class LowRankAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+        _narrow(wide, blocks)
 
     def _update(self, block: Block, core: Tensor, group: dict[str, Any], step: int) -> None:
         state = self.state[block.parameter]
@@ -293,9 +296,10 @@ class LowRankAdam(torch.optim.Optimizer):
         direction = adam_direction(
             first, second, age, betas=group["betas"], eps=group["eps"], eps_mode=self.options.eps_mode
         )
-        parameter = block.parameter
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(lift(direction, self._basis(block)), alpha=-group["lr"] * self.options.scale)
+        wide = block.parameter.to(first.dtype)
+        wide.mul_(1 - group["lr"] * group["weight_decay"])
+        wide.add_(lift(direction, self._basis(block)), alpha=-group["lr"] * self.options.scale)
+        _narrow([wide], [block])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over saved state, every tensor at the dtype it was saved in (torch would cast it to the parameter's)."""
@@ -328,13 +332,20 @@ def _gradient(block: Block) -> Tensor:
     return gradient
 
 
+def _narrow(wide: Sequence[Tensor], blocks: Sequence[Block]) -> None:
+    """Round updated weights to the parameters' dtype, once; weights that are of it already are the parameters."""
+    for weights, block in zip(wide, blocks, strict=True):
+        if weights is not block.parameter:
+            block.parameter.copy_(weights)
+
+
 def _dense_state(block: Block) -> dict[str, Tensor]:
-    """What torch.optim.AdamW would make at its first step."""
-    parameter = block.parameter
+    """What torch.optim.AdamW would make at its first step, but at least fp32: in bf16, beta2 = 0.999 decays nothing."""
+    dtype = torch.promote_types(block.parameter.dtype, torch.float32)
     return {
         "step": torch.zeros((), dtype=torch.float32),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg": torch.zeros_like(block.parameter, dtype=dtype),
+        "exp_avg_sq": torch.zeros_like(block.parameter, dtype=dtype),
     }
 
 

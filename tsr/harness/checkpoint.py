@@ -32,9 +32,9 @@ class Checkpoint:
     path: Path
     step: int
 
-    def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """``{"model", "optimizer", "progress"}``."""
-        return dict(torch.load(self.path / "state.pt", map_location=device, weights_only=True))
+    def load(self) -> dict[str, Any]:
+        """``{"model", "optimizer", "progress"}``, mapped from the file until it is copied."""
+        return dict(torch.load(self.path / "state.pt", map_location="cpu", mmap=True, weights_only=True))
 
 
 def signature(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
@@ -82,15 +82,16 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*"))
 
 
-def drop_after(folder: Path, step: int) -> None:
-    """Drop checkpoints past ``step``: a run that goes on from there makes its own."""
+def drop_others(folder: Path, found: Checkpoint | None) -> None:
+    """Drop what does not lie on the way to ``found``: a run that goes on from there makes its own."""
+    own = found is not None and found.path.resolve().parent == folder.resolve()
     for path in list_checkpoints(folder):
-        if path.name > f"step_{step:08d}":
+        if found is None or not own or path.name > found.path.name:
             shutil.rmtree(path)
 
 
 def find(
-    resume: str | None, folder: Path, expected: dict[str, list[Any]], *, text: Mapping[str, str]
+    resume: str | None, folder: Path, expected: dict[str, list[Any]], *, text: Mapping[str, str], steps: int
 ) -> Checkpoint | None:
     """The checkpoint to resume from.
 
@@ -100,19 +101,25 @@ def find(
         folder: The run's own checkpoints.
         expected: `signature` of the model and optimizer that are to take it over.
         text: Hashes of the corpus and the tokenizer that training would go on with.
+        steps: Where training is to end.
 
     Raises:
-        ValueError: If it is of another model, optimizer or text, so that going on would make another run of this one;
-            if the one that was asked for by path is missing or damaged.
+        ValueError: If it is of another model, optimizer or text, or past the end, so that going on would make another
+            run of this one; if the one that was asked for by path is missing or damaged; if there are checkpoints but
+            none is sound, for starting afresh would lose them.
     """
     if resume is None:
         return None
     if resume == "auto":
+        damaged = None
         for path in reversed(list_checkpoints(folder)):
             try:
-                return _open(path, expected, text)
+                return _open(path, expected, text, steps)
             except Damaged as error:
-                LOGGER.warning("%s; trying an older checkpoint", error)
+                LOGGER.warning("%s", error)
+                damaged = error
+        if damaged is not None:
+            raise ValueError(f"{damaged}; no other is left, so start afresh with resume=null or remove {folder}")
         return None
     path = Path(resume)
     if (path / "checkpoints").is_dir():
@@ -120,16 +127,18 @@ def find(
         if not found:
             raise ValueError(f"resume={resume}: this run has no checkpoint yet")
         path = found[-1]
-    return _open(path, expected, text)
+    return _open(path, expected, text, steps)
 
 
-def _open(path: Path, expected: dict[str, list[Any]], text: Mapping[str, str]) -> Checkpoint:
+def _open(path: Path, expected: dict[str, list[Any]], text: Mapping[str, str], steps: int) -> Checkpoint:
     if not (path / "meta.json").is_file():
         raise Damaged(f"resume={path}: no checkpoint is there; give a folder .../checkpoints/step_XXXXXXXX or auto")
     try:
         meta = json.loads((path / "meta.json").read_text())
         step, found, found_text = int(meta["step"]), meta["signature"], meta["text"]
         torch.load(path / "state.pt", map_location="cpu", mmap=True, weights_only=True)
+    except PermissionError as error:
+        raise ValueError(f"resume={path}: the checkpoint cannot be read ({error})") from None
     except Exception as error:  # torch reports damage in many ways
         raise Damaged(f"resume={path}: the checkpoint is damaged ({type(error).__name__}); use an older one") from None
     for name in expected.keys() | found.keys():
@@ -144,6 +153,8 @@ def _open(path: Path, expected: dict[str, list[Any]], text: Mapping[str, str]) -
             f"resume={path}: the checkpoint was trained on another text ({found_text}, here {dict(text)}), which may "
             f"have changed since; restore it, or start afresh with resume=null"
         )
+    if step > steps:
+        raise ValueError(f"resume={path}: the checkpoint is of step {step}, past trainer.steps={steps}; raise that one")
     return Checkpoint(path, step)
 
 

@@ -18,12 +18,14 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 STOP_SECONDS = 10.0
+LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 # glibc gives the pages of large buffers back to the system after every step otherwise, and takes them anew.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "20000000000", "MALLOC_TOP_PAD_": "268435456"}
 
 
 class Interrupted(BaseException):
-    """SIGTERM or SIGINT, raised where Python happens to be: no ``except Exception`` may swallow it."""
+    """SIGTERM, raised where Python happens to be: no ``except Exception`` may swallow it."""
 
 
 class WorkersFailed(Exception):
@@ -37,22 +39,32 @@ class World:
     rank: int
     size: int
     local_rank: int
+    local_size: int
     init_method: str
 
     @contextlib.contextmanager
     def joined(self, device: torch.device) -> Iterator[None]:
-        """Be a member of the process group; a single worker needs none."""
+        """Be a member of the process group; a single worker needs none.
+
+        A worker that fails leaves the group to the end of its process: the others notice only then, and by that time it
+        has recorded the cause.
+        """
         if self.size == 1 and self.init_method != "env://":
             yield
             return
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(device)  # NCCL's control messages go through the current one
         dist.init_process_group(
-            backend, init_method=self.init_method, rank=self.rank, world_size=self.size, timeout=timedelta(minutes=30)
+            "nccl" if cuda else "gloo",
+            init_method=self.init_method,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(minutes=30),
+            device_id=device if cuda else None,
         )
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+        yield
+        dist.destroy_process_group()
 
 
 def external_world() -> World | None:
@@ -60,20 +72,19 @@ def external_world() -> World | None:
     if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         return None
     rank = int(os.environ["RANK"])
-    return World(rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank)), "env://")
+    size = int(os.environ["WORLD_SIZE"])
+    local_rank, local_size = (int(os.environ.get(name, value)) for name, value in zip(LOCAL, (rank, size), strict=True))
+    return World(rank, size, local_rank, local_size, "env://")
 
 
-def pick_device(name: str, local_rank: int) -> torch.device:
-    """``auto`` is this worker's GPU if there is one, else the CPU."""
+def pick_device(name: str, *, local_rank: int, local_size: int) -> torch.device:
+    """This worker's device: ``auto`` is a GPU if each worker of this machine can have one of its own, else the CPU."""
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu or cuda, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch finds no GPU here; use device=cpu or auto")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(f"worker {local_rank} has no GPU: {torch.cuda.device_count()} are here; lower nproc")
-    return torch.device("cuda", local_rank)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cuda" and gpus < local_size:
+        raise ValueError(f"device=cuda, but {local_size} workers here have {gpus} GPUs; lower nproc or use device=cpu")
+    return torch.device("cuda", local_rank) if name != "cpu" and gpus >= local_size else torch.device("cpu")
 
 
 def start_workers(function: Callable[..., None], arguments: tuple[Any, ...], *, nproc: int) -> None:
@@ -103,7 +114,7 @@ def start_workers(function: Callable[..., None], arguments: tuple[Any, ...], *, 
 def _enter(rank: int, function: Callable[..., None], nproc: int, store: str, arguments: tuple[Any, ...]) -> None:
     try:
         with raise_on_sigterm():
-            function(World(rank, nproc, rank, store), *arguments)
+            function(World(rank, nproc, rank, nproc, store), *arguments)
     except (KeyboardInterrupt, Interrupted):
         # torch takes a KeyboardInterrupt for a clean end; the parent must see that this worker did not finish.
         raise RuntimeError("interrupted") from None
@@ -138,9 +149,10 @@ def raise_on_sigterm() -> Iterator[None]:
 @contextlib.contextmanager
 def _environment(nproc: int) -> Iterator[None]:
     """What workers inherit: a fair share of the cores, the loopback interface, an allocator that keeps its pages."""
-    wanted = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **ALLOCATOR}
-    if sys.platform == "linux":
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wanted = {"OMP_NUM_THREADS": str(max(1, cores // nproc)), **ALLOCATOR}
+    if sys.platform in LOOPBACK:
+        wanted["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)
     try:

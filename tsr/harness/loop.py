@@ -27,6 +27,7 @@ from tsr.harness.rundir import LOGGER, RunDirectory
 from tsr.harness.settings import Schedule, TrainerSettings
 
 ROLES_LOGGED = ("core", "sketch", "dense")
+HYPERPARAMETERS = {"lr", "betas", "eps", "weight_decay"}
 CHECKSUM_MODULUS = 2**48  # exact in a float64
 
 
@@ -63,6 +64,10 @@ Objective = Callable[[nn.Module, Any], Tensor]  # losses of a batch, 0 where the
 
 class NonFiniteGradient(Exception):
     """A gradient is NaN or infinite. All workers raise it, before the update."""
+
+
+class NonFiniteParameter(Exception):
+    """An update left a parameter NaN or infinite. All workers raise it, before it is saved."""
 
 
 class ReplicasDiffer(Exception):
@@ -115,6 +120,7 @@ class Trainer:
         self._evaluation = evaluation
         self._mirror = mirror
         self._first = self.communicator.rank == 0
+        self._started = time.perf_counter()  # less what earlier attempts took
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = self._parameters[0].device
@@ -124,15 +130,18 @@ class Trainer:
         """Take over a checkpoint."""
         state = found.load()
         self.model.load_state_dict(state["model"])
+        # Rates and constants are the configuration's; the checkpoint gives the state and the clock.
+        own = [{key: group[key] for key in group.keys() & HYPERPARAMETERS} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, hyperparameters in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(hyperparameters, initial_lr=hyperparameters["lr"])
         self.ledger.load_state_dict(state["progress"].pop("ledger"))
         self.progress = state["progress"]
 
     def fit(self) -> None:
         """Train to the last step."""
         done, settings = self.progress["step"], self.settings
-        if self._first:
-            checkpoint.drop_after(self.run.checkpoints, done)
+        self._started = time.perf_counter() - self.progress["seconds"]
         # The schedule is a function of the update clock, so nothing of it is saved: it is set to where the clock is.
         scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._schedule, last_epoch=done - 1)
         bar = tqdm(
@@ -148,11 +157,13 @@ class Trainer:
                     self.last_evaluation = self.evaluate()
                     row |= self.last_evaluation
                 self._record(row, bar)
-                if settings.checkpoint_every and step % settings.checkpoint_every == 0:
+                if settings.checkpoint_every and (step % settings.checkpoint_every == 0 or step == settings.steps):
                     self._save(step)
+        self._require_finite_parameters(settings.steps)
         self._agree(settings.steps, [], checksum=True)
         if not self.last_evaluation:  # resumed from a checkpoint of the last step
             self.last_evaluation = self.evaluate()
+        self.progress["seconds"] = time.perf_counter() - self._started
 
     def _train_step(self, data: GlobalStep) -> dict[str, Any]:
         start, waited = time.perf_counter(), self.communicator.seconds
@@ -177,7 +188,7 @@ class Trainer:
         progress["step"] = data.step
         for name in ("tokens", "positions", "loss_tokens"):
             progress[name] += getattr(data, name)
-        progress["seconds"] += end - start
+        progress["seconds"] = end - self._started
         loss_mean = loss_sum / max(1, data.loss_tokens)
         return {
             "step": data.step,
@@ -224,12 +235,18 @@ class Trainer:
     def _first_non_finite(self) -> int:
         """Index of the first parameter whose local gradient is not finite, or -1."""
         indices = [i for i, p in enumerate(self._parameters) if p.grad is not None]
-        if not indices:
-            return -1
-        # The largest magnitude is NaN or infinite exactly if an element is, and cannot overflow.
-        largest = torch._foreach_norm([self._parameters[i].grad for i in indices], ord=math.inf)  # type: ignore[misc]
-        finite = torch.isfinite(torch.stack([value.float() for value in largest]))
-        return -1 if bool(finite.all()) else indices[int((~finite).nonzero()[0])]
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        place = first_non_finite(gradients)
+        return -1 if place < 0 else indices[place]
+
+    def _require_finite_parameters(self, step: int) -> None:
+        """Stop rather than keep an update that ran away: all workers stop, for all hold the same parameters."""
+        place = first_non_finite([parameter.detach() for parameter in self._parameters])
+        if place >= 0:
+            raise NonFiniteParameter(
+                f"step {step}: the update made {self._names[place]} infinite or NaN; it was not saved, and the last "
+                f"checkpoint is good"
+            )
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
@@ -269,6 +286,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         """All workers hold the same state after a step, so the first one's is everybody's."""
+        self._require_finite_parameters(step)
         if self._first:
             progress = {**self.progress, "ledger": self.ledger.state_dict()}
             checkpoint.save(
@@ -281,6 +299,15 @@ class Trainer:
                 keep=self.settings.keep_checkpoints,
             )
         self.communicator.barrier()
+
+
+def first_non_finite(tensors: Sequence[Tensor]) -> int:
+    """Index of the first tensor with an element that is NaN or infinite, or -1."""
+    if not tensors:
+        return -1
+    # The largest magnitude is NaN or infinite exactly if an element is, and cannot overflow.
+    finite = torch.isfinite(torch.stack([value.float() for value in torch._foreach_norm(list(tensors), ord=math.inf)]))
+    return -1 if bool(finite.all()) else int((~finite).nonzero()[0])
 
 
 def perplexity(loss: float) -> float:

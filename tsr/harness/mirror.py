@@ -39,11 +39,6 @@ class Mirror:
         if self._wandb is not None:
             self._guard(lambda: self._finish(summary, bytes_by_role))
 
-    def abandon(self) -> None:
-        """End the W&B run of a job that failed."""
-        if self._wandb is not None:
-            self._guard(lambda: self._wandb.finish(exit_code=1))
-
     def _guard(self, action: Callable[[], Any]) -> None:
         try:
             action()

@@ -11,8 +11,8 @@ import logging
 import os
 import platform
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,12 @@ class RunDirectory:
             return None
         return dict(json.loads(self.summary_path.read_text()))
 
-    @property
-    def is_done(self) -> bool:
-        summary = self.summary()
-        return summary is not None and summary["status"] == "done"
+    def is_over(self) -> bool:
+        """Whether the job is done already and not asked for anew; says so."""
+        over = self.config["resume"] == "auto" and (self.summary() or {}).get("status") == "done"
+        if over:
+            print(f"done already, skipped: {self.path} (resume=null runs it again)")
+        return over
 
     def check_owner(self) -> None:
         """Refuse a directory that holds a run of another configuration."""
@@ -101,11 +103,9 @@ class RunDirectory:
     def fail(self, error: str, **facts: Any) -> None:
         """Record a failure, unless the run already has a summary: the first worker to fail knows the cause."""
         record = {"status": "failed", "error": error, "config_hash": self.config_hash, **facts, **provenance()}
-        with tempfile.NamedTemporaryFile("w", dir=self.path, suffix=".tmp", delete=False) as file:
+        # One short write into a file that must not exist yet: of workers that fail together, one gets its word in.
+        with contextlib.suppress(FileExistsError), self.summary_path.open("x") as file:
             file.write(json.dumps(record, indent=2) + "\n")
-        with contextlib.suppress(FileExistsError):
-            os.link(file.name, self.summary_path)
-        os.unlink(file.name)
 
     def log_to_file(self, *, rank: int) -> None:
         """Send the log to `train.log` and the terminal: all of it on the first worker, errors alone on the others."""
@@ -145,8 +145,9 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+@cache
 def provenance() -> dict[str, Any]:
-    """Versions and the commit that a run was made with."""
+    """Versions and the commit that a run is made with, found out once."""
     names = ("torch", "numpy", "hydra-core", "omegaconf", "datasets", "sentencepiece", "wandb")
     versions = {"python": platform.python_version()}
     for name in names:

@@ -18,8 +18,11 @@ GROUPS = (
     *("model", "task", "data", "rank", "refresh", "schedule", "optimizer", "logger"),  # folders of conf/
     *("trainer", "comm", "subspace", "lr_factor"),
 )
-# Keys that change where and how a run is watched or continued, but not what it computes.
-NOT_IDENTITY = ("hydra", "resume", "logger", "runs_dir")
+# Keys that change where and how a run is kept, watched or continued, but not what it computes.
+NOT_IDENTITY = {
+    *("hydra", "resume", "logger", "runs_dir", "data.cache_dir", "data.num_workers"),
+    *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.checksum_every"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +171,11 @@ class Schedule:
 
 def config_hash(config: Mapping[str, Any]) -> str:
     """Identity of a run: a hash of the resolved configuration, less what does not change its result."""
-    identity = {key: value for key, value in config.items() if key not in NOT_IDENTITY}
+    identity = {
+        key: {k: v for k, v in value.items() if f"{key}.{k}" not in NOT_IDENTITY} if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in NOT_IDENTITY
+    }
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
