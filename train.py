@@ -169,8 +169,9 @@ def work(world: World, config: Config, directory: Path, prepared: data.Prepared,
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # a second signal must not cut the record short
         reason = "interrupted" if isinstance(error, KeyboardInterrupt | Interrupted) else type(error).__name__
-        run.fail(f"{reason}: {error}".rstrip(": "), rank=world.rank)
-        LOGGER.error("failed: %s: %s", reason, error, exc_info=reason != "interrupted")
+        message = f"{reason}: {error}".rstrip(": ")
+        run.fail(message, rank=world.rank)
+        LOGGER.error("failed: %s", message, exc_info=reason != "interrupted")
         raise
 
 
@@ -238,6 +239,7 @@ def train(
             "duration_s": trainer.progress["seconds"],
         }
         run.finish(summary)
+        LOGGER.info("done: eval loss %.4f, perplexity %.2f; %s", *list(trainer.last_evaluation.values())[:2], run.path)
         mirror.finish(summary, communicator.ledger.table())
 
 

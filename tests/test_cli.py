@@ -161,7 +161,9 @@ def test_a_directory_below_a_file_is_refused(arguments: str, job: list[str], fol
     *flags, directory = arguments.split()[: 2 if arguments.startswith("-m") else 1]
     rest = arguments.split()[len(flags) + 1 :]
     key = directory.split("=")[0]
-    assert_refused([*flags, *job, directory, *rest], f"{key}=.* is a file, so no directory can be made there", folder)
+    assert_refused(
+        [*flags, *job, directory, *rest], f"{key}=.*: no directory can be made there .*; give another", folder
+    )
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(job: list[str], folder: Path, tmp_path: Path) -> None:

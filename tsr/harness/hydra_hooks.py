@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,8 +50,7 @@ class CheckDirectory(Callback):
 
     def _check(self, key: str, config: DictConfig) -> None:
         directory = Path(str(OmegaConf.select(config, key))).absolute()
-        existing = next(path for path in (directory, *directory.parents) if path.exists())
-        if not existing.is_dir():
-            sys.exit(f"error: {key}={directory}: {existing} is a file, so no directory can be made there; give another")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            sys.exit(f"error: {key}={directory}: no permission to write in {existing}; give another directory")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)  # as Hydra is about to; a job that is refused removes it
+        except OSError as error:
+            sys.exit(f"error: {key}={directory}: no directory can be made there ({error.strerror}); give another")

@@ -103,6 +103,11 @@ def start_workers(function: Callable[..., None], arguments: tuple[Any, ...], *, 
         try:
             while not context.join(timeout=1.0, grace_period=STOP_SECONDS):
                 pass
+        except KeyboardInterrupt:
+            # A terminal interrupts the workers too: they end by themselves, and know the reason.
+            for process in context.processes:
+                process.join(STOP_SECONDS / 4)
+            raise
         except multiprocessing.ProcessRaisedException as error:
             raise WorkersFailed(str(error).strip()) from None
         except multiprocessing.ProcessExitedException as error:

@@ -225,7 +225,7 @@ class Trainer:
             if flag:
                 raise NonFiniteGradient(
                     f"step {step}: the gradient of {self._names[int(flag) - 1]} on rank {worker} is not finite; "
-                    f"parameters were not updated and the last checkpoint is good"
+                    f"parameters were not updated, and earlier checkpoints are good"
                 )
         if len(set(sums)) > 1:
             odd = [worker for worker, value in enumerate(sums) if value != sums[0]]
@@ -244,8 +244,8 @@ class Trainer:
         place = first_non_finite([parameter.detach() for parameter in self._parameters])
         if place >= 0:
             raise NonFiniteParameter(
-                f"step {step}: the update made {self._names[place]} infinite or NaN; it was not saved, and the last "
-                f"checkpoint is good"
+                f"step {step}: the update made {self._names[place]} infinite or NaN; it was not saved, and earlier "
+                f"checkpoints are good"
             )
 
     @torch.no_grad()

@@ -25,6 +25,13 @@ from tsr.harness.settings import config_hash
 LOGGER = logging.getLogger("tsr")
 
 
+class BriefFormatter(logging.Formatter):
+    """Leaves tracebacks out."""
+
+    def formatException(self, ei: object) -> str:
+        return ""
+
+
 class RunDirectory:
     """One job's directory. Making the object touches nothing; the first worker writes.
 
@@ -112,9 +119,13 @@ class RunDirectory:
         level = logging.INFO if rank == 0 else logging.ERROR
         for old in list(LOGGER.handlers):
             LOGGER.removeHandler(old)
-        for handler in (logging.FileHandler(self.path / "train.log"), logging.StreamHandler()):
+        # The terminal first: what it leaves out of a traceback, the file then formats in full.
+        for handler, formatter in (
+            (logging.StreamHandler(), BriefFormatter),
+            (logging.FileHandler(self.path / "train.log"), logging.Formatter),
+        ):
             handler.setLevel(level)
-            handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%Y-%m-%d %H:%M:%S"))
+            handler.setFormatter(formatter(f"%(asctime)s rank {rank}: %(message)s", "%Y-%m-%d %H:%M:%S"))
             LOGGER.addHandler(handler)
         LOGGER.setLevel(logging.INFO)
         LOGGER.propagate = False
