@@ -38,6 +38,7 @@ from tsr.harness.dryrun import count_bytes, fake_workers
 from tsr.harness.hydra_hooks import plain, register_resolvers
 from tsr.harness.launch import (
     Interrupted,
+    WorkerKilled,
     WorkersFailed,
     World,
     external_world,
@@ -112,6 +113,8 @@ def run_job(cfg: DictConfig, directory: Path) -> None:
         try:
             start_workers(work, (config, directory, prepared, find()), nproc=config["nproc"])
         except BaseException as error:
+            if isinstance(error, WorkerKilled):
+                run.summary_path.unlink(missing_ok=True)
             run.fail(str(error) or type(error).__name__)  # kept only if no worker could say why itself
             raise
 

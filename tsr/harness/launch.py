@@ -32,6 +32,10 @@ class WorkersFailed(Exception):
     """A worker ended with an error; the others were stopped."""
 
 
+class WorkerKilled(WorkersFailed):
+    """A worker ended without a word, so the others can only have recorded that it was gone."""
+
+
 @dataclass(frozen=True)
 class World:
     """This process among the workers."""
@@ -111,7 +115,7 @@ def start_workers(function: Callable[..., None], arguments: tuple[Any, ...], *, 
         except multiprocessing.ProcessRaisedException as error:
             raise WorkersFailed(str(error).strip()) from None
         except multiprocessing.ProcessExitedException as error:
-            raise WorkersFailed(f"worker {error.error_index}: {error}") from None
+            raise WorkerKilled(f"worker {error.error_index} ended without a word: {error}") from None
         finally:
             _stop(context.processes)
 
