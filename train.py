@@ -1,8 +1,8 @@
 """Train one job, or a sweep of jobs: compose the configuration, check it, start the workers, train, record.
 
-    python train.py model=llama_60m optimizer=tsr nproc=2          # two local workers
-    torchrun --nproc-per-node 2 train.py optimizer=tsr             # joins torchrun's workers instead
-    python train.py -m optimizer=adamw,tsr seed=0,1,2              # a sweep; what is done already is skipped
+    python train.py model=llama_60m nproc=2                        # two local workers
+    torchrun --nproc-per-node 2 train.py model=llama_60m           # joins torchrun's workers instead
+    python train.py -m trainer.global_batch=16,32 seed=0,1,2       # a sweep; what is done already is skipped
     python train.py experiment=table3 model=llama_1b dry_run=true world_size=64    # bytes and memory, no training
 
 Everything that can be wrong with the input is found before a worker starts or a record is written.
@@ -43,7 +43,8 @@ from tsr.harness.launch import (
     World,
     external_world,
     pick_device,
-    raise_on_sigterm,
+    raise_on_signals,
+    reason,
     start_workers,
 )
 from tsr.harness.loop import Trainer
@@ -103,7 +104,7 @@ def run_job(cfg: DictConfig, directory: Path) -> None:
     )
     found, world = find(), external_world()
     if world is not None:
-        with run.lock() if world.rank == 0 else nullcontext(), raise_on_sigterm():
+        with run.lock() if world.rank == 0 else nullcontext(), raise_on_signals():
             work(world, config, directory, prepared, found)
         return
     with run.lock():
@@ -115,7 +116,7 @@ def run_job(cfg: DictConfig, directory: Path) -> None:
         except BaseException as error:
             if isinstance(error, WorkerKilled):
                 run.summary_path.unlink(missing_ok=True)
-            run.fail(str(error) or type(error).__name__)  # kept only if no worker could say why itself
+            run.fail(reason(error))  # kept only if no worker could say why itself
             raise
 
 
@@ -171,10 +172,8 @@ def work(world: World, config: Config, directory: Path, prepared: data.Prepared,
     except BaseException as error:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # a second signal must not cut the record short
-        reason = "interrupted" if isinstance(error, KeyboardInterrupt | Interrupted) else type(error).__name__
-        message = f"{reason}: {error}".rstrip(": ")
-        run.fail(message, rank=world.rank)
-        LOGGER.error("failed: %s", message, exc_info=reason != "interrupted")
+        run.fail(reason(error), rank=world.rank)
+        LOGGER.error("failed: %s", reason(error), exc_info=True)
         raise
 
 

@@ -132,8 +132,7 @@ def test_an_interrupted_job_says_so(number: signal.Signals, folder: Path) -> Non
     assert "Traceback" not in outcome.text, outcome.text
     assert "interrupted; with resume=auto the same command goes on from the last checkpoint" in outcome.text
     summary = read_summary(directory)
-    reason = "interrupted" if number == signal.SIGINT else "interrupted: SIGTERM"
-    assert (summary["status"], summary["error"]) == ("failed", reason)
+    assert (summary["status"], summary["error"]) == ("failed", f"interrupted: {number.name}")
 
 
 def test_a_killed_worker_ends_the_job(folder: Path) -> None:

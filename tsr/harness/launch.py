@@ -19,6 +19,7 @@ from torch import multiprocessing
 
 STOP_SECONDS = 10.0
 LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_received: list[str] = []  # signals, by name
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 # glibc gives the pages of large buffers back to the system after every step otherwise, and takes them anew.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "20000000000", "MALLOC_TOP_PAD_": "268435456"}
@@ -98,7 +99,7 @@ def start_workers(function: Callable[..., None], arguments: tuple[Any, ...], *, 
         WorkersFailed: If one fails; the others are stopped first.
         Interrupted, KeyboardInterrupt: On SIGTERM and SIGINT, after all workers have ended.
     """
-    with tempfile.TemporaryDirectory() as folder, _environment(nproc), raise_on_sigterm():
+    with tempfile.TemporaryDirectory() as folder, _environment(nproc), raise_on_signals():
         store = f"file://{Path(folder) / 'store'}"
         context = multiprocessing.start_processes(
             _enter, (function, nproc, store, arguments), nprocs=nproc, join=False, start_method="spawn"
@@ -122,7 +123,7 @@ def start_workers(function: Callable[..., None], arguments: tuple[Any, ...], *, 
 
 def _enter(rank: int, function: Callable[..., None], nproc: int, store: str, arguments: tuple[Any, ...]) -> None:
     try:
-        with raise_on_sigterm():
+        with raise_on_signals():
             function(World(rank, nproc, rank, nproc, store), *arguments)
     except (KeyboardInterrupt, Interrupted):
         # torch takes a KeyboardInterrupt for a clean end; the parent must see that this worker did not finish.
@@ -142,17 +143,27 @@ def _stop(processes: list[Any]) -> None:
 
 
 @contextlib.contextmanager
-def raise_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into `Interrupted` for a while, so that a preempted job can say so in its record."""
+def raise_on_signals() -> Iterator[None]:
+    """Raise on SIGINT and SIGTERM for a while, so that an interrupted or preempted job can say so in its record."""
 
     def handler(number: int, frame: object) -> None:
-        raise Interrupted(signal.Signals(number).name)
+        _received.append(signal.Signals(number).name)
+        raise KeyboardInterrupt if number == signal.SIGINT else Interrupted(_received[-1])
 
-    previous = signal.signal(signal.SIGTERM, handler)
+    _received.clear()
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+def reason(error: BaseException) -> str:
+    """What ended a job. A signal is the reason even where torch has turned what was raised into an error of its own."""
+    if _received:
+        return f"interrupted: {_received[0]}"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
