@@ -33,7 +33,7 @@ from tests.distributed import (
 from tsr import Communicator, LowRankAdam
 from tsr.accounting import step_elements
 
-WIRES = {"fp32": {}, "bf16": {"dtype": "bf16"}, "buckets": {"bucket_mib": 1 / 1024}}
+WIRES: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"dtype": "bf16"}, "buckets": {"bucket_mib": 1 / 1024}}
 COMBINATIONS = [(variant, "fp32") for variant in VARIANTS]
 COMBINATIONS += [(method, wire) for method in ("galore", "tsr") for wire in ("bf16", "buckets")]
 INVARIANT = [*METHODS, "previous", "rotate", "reset"]
@@ -54,7 +54,7 @@ class Count(NamedTuple):
 
 def count_steps(variant: str, wire: str) -> list[Count]:
     model = make_toy()
-    communicator = Communicator(**WIRES[wire])  # type: ignore[arg-type]
+    communicator = Communicator(**WIRES[wire])
     optimizer = make_optimizer(variant, model, communicator=communicator)
     counts = []
     for step in range(1, STEPS + 1):
@@ -231,7 +231,7 @@ def digests() -> dict[tuple[str, str, torch.dtype], list[str]]:
     seen: dict[tuple[str, str, torch.dtype], list[str]] = {}
     for (variant, wire), dtype in itertools.product(COMBINATIONS, (torch.float32, torch.bfloat16)):
         model = make_toy(dtype)
-        communicator = Communicator(**WIRES[wire])  # type: ignore[arg-type]
+        communicator = Communicator(**WIRES[wire])
         optimizer = make_optimizer(variant, model, communicator=communicator)
         for step in range(1, STEPS + 1):
             backward(model, step, rank=communicator.rank, world_size=communicator.world_size)
