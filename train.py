@@ -13,7 +13,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ from typing import Any
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException, InstantiationException
-from hydra.types import RunMode
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -30,12 +29,13 @@ from torch import Tensor, nn
 
 import data
 from models import next_token_losses
+from sweep.results import Results
 from tsr import Communicator
 from tsr.blocks import describe
 from tsr.harness import checkpoint
 from tsr.harness.checkpoint import Checkpoint
 from tsr.harness.dryrun import count_bytes, fake_workers
-from tsr.harness.hydra_hooks import plain, register_resolvers
+from tsr.harness.hydra_hooks import explain, give_up, plain, register_resolvers, remove_if_empty
 from tsr.harness.launch import (
     Interrupted,
     WorkerKilled,
@@ -57,10 +57,6 @@ Config = dict[str, Any]
 register_resolvers()
 
 
-class JobFailed(CompactHydraException):
-    """A job of a sweep that did not end well. Hydra runs the others, and its exit status is 1 then."""
-
-
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> None:
     """One job, as Hydra has composed it."""
@@ -68,51 +64,53 @@ def main(cfg: DictConfig) -> None:
     try:
         run_job(cfg, directory)
     except (ValueError, OSError, OmegaConfBaseException, InstantiationException) as error:
-        with suppress(OSError):  # not empty, or gone already
-            directory.rmdir()  # Hydra made it; a job that is refused leaves no trace
-        _give_up(f"error: {_explain(error)}")
+        remove_if_empty(directory)
+        give_up(f"error: {explain(error)}")
     except WorkersFailed as error:
         summary = RunDirectory(directory, {}).summary() or {}
-        _give_up(f"error: {summary.get('error', error)}; see {directory / 'train.log'}")
+        give_up(f"error: {summary.get('error', error)}; see {directory / 'train.log'}")
 
 
 def run_job(cfg: DictConfig, directory: Path) -> None:
-    """Check the job, prepare its data, start its workers and wait for them.
+    """Check the job, run it unless it is done already, and add it to the results that it names.
 
     Raises:
         ValueError: If something is wrong with the input; nothing has been started or recorded then.
         WorkersFailed: If a worker failed; the run record says why.
     """
     config = plain(cfg)
-    run = RunDirectory(directory, config)
-    expected = check(config)
+    run, results = RunDirectory(directory, config), Results(None if config["dry_run"] else config["results"])
+    expected, world = check(config), external_world()
     run.check_owner()
-    if run.is_over():
+    if config["resume"] == "auto" and results.has(run.config_hash):
+        print(f"done already, skipped: {run.config_hash} is in {results.path} (resume=null runs it again)")
+        remove_if_empty(directory)
         return
-    if config["dry_run"]:
-        with run.lock():
+    if not run.is_over():
+        if config["dry_run"]:
             dry_run(config, run)
-        return
+        else:
+            start(config, run, expected, world)
+    if world is None or world.rank == 0:
+        results.add(directory, overrides=HydraConfig.get().overrides.task)
+
+
+def start(config: Config, run: RunDirectory, expected: dict[str, list[Any]], world: World | None) -> None:
+    """Prepare the data, then start the workers and wait for them, or be one of an external launcher's."""
     prepared = data.prepare(instantiate(config["data"]), vocab_size=config["model"]["vocab_size"])
-    find = partial(
-        checkpoint.find,
-        config["resume"],
-        run.checkpoints,
-        expected,
-        text=prepared.identity,
-        steps=config["trainer"]["steps"],
-    )
-    found, world = find(), external_world()
+    last = config["trainer"]["steps"]
+    find = partial(checkpoint.find, config["resume"], run.checkpoints, expected, text=prepared.identity, steps=last)
+    found = find()
     if world is not None:
         with run.lock() if world.rank == 0 else nullcontext(), raise_on_signals():
-            work(world, config, directory, prepared, found)
+            work(world, config, run.path, prepared, found)
         return
     with run.lock():
         if run.is_over():  # the same job, started twice at once, may have ended since
             return
-        print(f"run directory: {directory}")
+        print(f"run directory: {run.path}")
         try:
-            start_workers(work, (config, directory, prepared, find()), nproc=config["nproc"])
+            start_workers(work, (config, run.path, prepared, find()), nproc=config["nproc"])
         except BaseException as error:
             if isinstance(error, WorkerKilled):
                 run.summary_path.unlink(missing_ok=True)
@@ -129,9 +127,11 @@ def check(config: Config) -> dict[str, list[Any]]:
     settings.check_world(job.workers)
     from_group(Schedule, config, "schedule", steps=settings.steps)
     pick_device(config["device"], local_rank=0, local_size=world.local_size if world else job.nproc)
-    for group, known in (("task", ["pretrain"]), ("logger", ["wandb", "none"])):
+    for group, known in (("task", ["pretrain", "finetune"]), ("logger", ["wandb", "none"])):
         if config[group].get("name") not in known:
             raise ValueError(f"{group} must be {' or '.join(known)}, got {config[group].get('name')!r}")
+    if config["task"]["name"] == "finetune" and not job.dry_run:
+        raise ValueError("task=finetune can only be counted so far; add dry_run=true, or take task=pretrain")
     model = build_model(config, "meta")
     length, positions = instantiate(config["data"]).sequence_length, config["model"]["max_positions"]
     if length > positions:
@@ -247,20 +247,10 @@ def train(
 
 def dry_run(config: Config, run: RunDirectory) -> None:
     """Count bytes and memory of the job on meta tensors, and record them."""
-    start = time.perf_counter()
-    workers, settings = JobSettings.of(config).workers, TrainerSettings(**config["trainer"])
-    with fake_workers(workers):
-        model = build_model(config, "meta")
-        optimizer = build_optimizer(config, model, Communicator(**config["comm"]))
-        ledger = count_bytes(optimizer, steps=settings.steps)
-    positions = settings.steps * settings.global_batch * config["data"]["sequence_length"]
-    summary = summarise(config, optimizer, model, ledger, world_size=workers) | {
-        "tokens": positions,  # a dry run reads no text: rows count as full
-        "positions": positions,
-        "duration_s": time.perf_counter() - start,
-    }
-    run.begin(resumed_step=0)
-    run.finish(summary)
+    with run.lock():
+        summary = count(config)
+        run.begin(resumed_step=0)
+        run.finish(summary)
     print(f"run directory: {run.path}")
     for key in ("comm/bytes_per_step", "comm/peak_bytes", "paper/comm/bytes_per_step", "paper/comm/peak_bytes"):
         print(f"{key:28} {summary[key] / 1e9:.5f} G")
@@ -268,24 +258,20 @@ def dry_run(config: Config, run: RunDirectory) -> None:
         print(f"{key:28} {summary[key] / 1e9:.4f} G")
 
 
-def _explain(error: Exception) -> str:
-    """The message of what a user did wrong, without Hydra's wrapping."""
-    cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
-    return str(cause).strip() or type(cause).__name__
-
-
-def _give_up(message: str) -> None:
-    """End the job with one message: a sweep shows it at once and goes on, and its exit status tells at the end."""
-    world = external_world()
-    if world is not None and world.rank > 0:
-        sys.exit(1)  # the first worker says it
-    if HydraConfig.get().mode == RunMode.RUN:
-        print(message, file=sys.stderr)
-        sys.exit(1)
-    overrides = ", ".join(HydraConfig.get().overrides.task)
-    message = f"job {HydraConfig.get().job.num} ({overrides}): {message}"
-    print(message, file=sys.stderr, flush=True)
-    raise JobFailed(message)
+def count(config: Config) -> dict[str, Any]:
+    """The summary of a dry run: bytes and memory of the job, on meta tensors."""
+    start = time.perf_counter()
+    workers, settings = JobSettings.of(config).workers, TrainerSettings(**config["trainer"])
+    with fake_workers(workers):
+        model = build_model(config, "meta")
+        optimizer = build_optimizer(config, model, Communicator(**config["comm"]))
+        ledger = count_bytes(optimizer, steps=settings.steps)
+    positions = settings.steps * settings.global_batch * config["data"]["sequence_length"]
+    return summarise(config, optimizer, model, ledger, world_size=workers) | {
+        "tokens": positions,  # a dry run reads no text: rows count as full
+        "positions": positions,
+        "duration_s": time.perf_counter() - start,
+    }
 
 
 if __name__ == "__main__":

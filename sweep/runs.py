@@ -1,4 +1,7 @@
-"""Read run directories: `find_runs` → `read_runs` → `read_curves`. Nothing here judges, formats or draws."""
+"""Read runs: `find_runs` → `read_runs` → `read_curves`. Nothing here judges, formats or draws.
+
+Runs come from their directories, or from a CSV of results (`sweep.results`), whose rows are the same but have no curve.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,13 @@ MEASURES = (
 LOSSES = ("eval/loss", "eval/perplexity")
 PROVENANCE = ("config_hash", "git_commit")
 DATA_HASHES = ("corpus_sha256", "tokenizer_sha256")
+KINDS = ("embedding", "linear", "head", "vector")  # of blocks; others, if any, follow
+KIND_BYTES = "comm/bytes_per_step/"  # and a kind: its part of comm/bytes_per_step
 
 # The order of the columns that every table of runs has; the `config/…` columns follow them.
 COLUMNS = (
     *("run", "status", "error", "method", "model", "settings", "lr", "seed", "data_seed", "dry_run"),
-    *(*LOSSES, *MEASURES, *DATA_HASHES, *PROVENANCE),
+    *(*LOSSES, *MEASURES, *(KIND_BYTES + kind for kind in KINDS), *DATA_HASHES, *PROVENANCE, "machine"),
 )
 INTEGERS = ("seed", "data_seed", *(key for key in MEASURES if not key.endswith(("bytes_per_step", "duration_s"))))
 
@@ -49,20 +54,27 @@ NOT_SETTINGS = re.compile(r"config/(seed|data_seed|resume|runs_dir|nproc|world_s
 
 
 def find_runs(roots: Iterable[Path]) -> list[Path]:
-    """Every run directory in or below `roots`, once, sorted within each root.
+    """Every run directory in or below `roots`, once, sorted within each root; a CSV of results stands for itself.
 
     Raises:
-        ValueError: a root is no folder, or holds no run.
+        ValueError: a root is no folder or CSV, or holds no run.
     """
     found: dict[Path, Path] = {}
     for root in roots:
-        runs = list(_walk(root))
+        runs = [root] if is_results(root) and root.is_file() else list(_walk(root))
         if not runs:
-            what = "holds no run directory" if root.is_dir() else "is not a folder"
-            raise ValueError(f"RUNS_DIR: '{root}' {what}; give a run directory or a folder that holds some")
+            what = "holds no run directory" if root.is_dir() else "is no folder and no CSV of results"
+            raise ValueError(
+                f"RUNS_DIR: '{root}' {what}; give a run directory, a folder that holds some, or such a CSV"
+            )
         for run in runs:
             found.setdefault(run.resolve(), run)
     return list(found.values())
+
+
+def is_results(path: Path) -> bool:
+    """Whether `path` names a CSV of results rather than a run directory."""
+    return path.suffix == ".csv"
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -82,12 +94,33 @@ def read_runs(paths: Iterable[Path]) -> pd.DataFrame:
     """
     import pandas as pd
 
-    runs = pd.DataFrame([read_run(path) for path in paths])
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        rows += read_results(path) if is_results(path) else [read_run(path)]
+    runs = pd.DataFrame(rows)
     runs = runs.reindex(columns=[*COLUMNS, *sorted(set(runs) - set(COLUMNS))])
     runs = runs.astype(dict.fromkeys(INTEGERS, "Int64"))
     runs["settings"] = _settings(runs)
     order = sorted(range(len(runs)), key=lambda index: _rank(runs.iloc[index]))
     return runs.iloc[order].reset_index(drop=True)
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV of results.
+
+    Raises:
+        ValueError: the file is no such CSV, or has no row.
+    """
+    import pandas as pd
+
+    try:
+        runs = pd.read_csv(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: no CSV of results ({error})") from error
+    missing = [column for column in ("run", "status", "method", "model", "config_hash") if column not in runs]
+    if missing or runs.empty:
+        raise ValueError(f"{path}: no CSV of results: {'it has no row' if runs.empty else f'{missing[0]} is missing'}")
+    return [{str(key): value for key, value in row.items()} for row in runs.to_dict("records")]
 
 
 def read_run(path: Path) -> dict[str, Any]:
@@ -123,6 +156,10 @@ def _read_summary(path: Path, *, dry_run: bool) -> dict[str, Any]:
     row = {key: summary.get(key) for key in ("status", *LOSSES, *MEASURES, *PROVENANCE)}
     data = summary.get("data") or {}
     row |= {key: data.get(key) for key in DATA_HASHES}
+    for split in (summary.get("comm/by_role") or {}).values():
+        for kind, count in split.items():
+            row[KIND_BYTES + kind] = row.get(KIND_BYTES + kind, 0) + count / summary["steps"]
+    row["machine"] = summary.get("machine")
     return row if row["status"] == "done" else row | {"error": str(summary.get("error") or "none recorded")}
 
 

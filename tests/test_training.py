@@ -242,8 +242,10 @@ def test_config_hash_changes_with_all_that_changes_a_result() -> None:
         changed = config_hash(compose("tsr", {key: "something else"})) != original
         assert changed == NOT_IDENTITY.isdisjoint({key, key.split(".")[0]}), key
     assert config_hash(dict(reversed(config.items()))) == original
+    assert config_hash({**config, "lookup": {"lr": 1}}) == original, "no part of a job reads it"
+    assert config_hash({**config, "rank": {**config["rank"], "later": None}}) == original, "off by default"
     assert {
-        *("hydra", "resume", "logger", "runs_dir", "data.cache_dir", "data.num_workers"),
+        *("resume", "logger", "runs_dir", "results", "data.cache_dir", "data.num_workers"),
         *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.checksum_every"),
     } == NOT_IDENTITY
 

@@ -1,12 +1,16 @@
-"""Hydra's hooks: resolvers for the names of runs, and a check of the output directory before Hydra makes it."""
+"""What Hydra needs of a job: resolvers for the names of runs, a check of the output directory, one-line failures."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, InstantiationException
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -37,6 +41,36 @@ def register_resolvers() -> None:
 
     OmegaConf.register_new_resolver("run_name", name, replace=True)
     OmegaConf.register_new_resolver("world_size", world_size, replace=True)
+
+
+class JobFailed(CompactHydraException):
+    """A job of a sweep that did not end well. Hydra runs the others, and its exit status is 1 then."""
+
+
+def explain(error: Exception) -> str:
+    """The message of what a user did wrong, without Hydra's wrapping."""
+    cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
+    return str(cause).strip() or type(cause).__name__
+
+
+def remove_if_empty(directory: Path) -> None:
+    """Hydra has made the directory; a job that is refused or skipped leaves no trace."""
+    with suppress(OSError):  # not empty, or gone already
+        directory.rmdir()
+
+
+def give_up(message: str) -> None:
+    """End the job with one message: a sweep shows it at once and goes on, and its exit status tells at the end."""
+    world = external_world()
+    if world is not None and world.rank > 0:
+        sys.exit(1)  # the first worker says it
+    if HydraConfig.get().mode == RunMode.RUN:
+        print(message, file=sys.stderr)
+        sys.exit(1)
+    overrides = ", ".join(HydraConfig.get().overrides.task)
+    message = f"job {HydraConfig.get().job.num} ({overrides}): {message}"
+    print(message, file=sys.stderr, flush=True)
+    raise JobFailed(message)
 
 
 class CheckDirectory(Callback):

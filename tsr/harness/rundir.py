@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -17,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
@@ -158,17 +160,30 @@ def write_atomically(path: Path, text: str) -> None:
 
 @cache
 def provenance() -> dict[str, Any]:
-    """Versions and the commit that a run is made with, found out once."""
+    """Versions, commit and machine that a run is made with, found out once."""
     names = ("torch", "numpy", "hydra-core", "omegaconf", "datasets", "sentencepiece", "wandb")
     versions = {"python": platform.python_version()}
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    return {"versions": versions, "git_commit": _git_commit()}
+    return {"versions": versions, "git_commit": _git_commit(), "machine": _machine()}
+
+
+def _machine() -> str:
+    """Processor, cores, threads of one worker and GPU: what the seconds, and the last bits, of a run depend on."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        name = next(iter(names), name)
+    parts = [name, f"{os.cpu_count()} cores", f"{torch.get_num_threads()} threads"]
+    return ", ".join(parts + ([torch.cuda.get_device_name()] if torch.cuda.is_available() else []))
 
 
 def _git_commit() -> str | None:
-    """The commit of the code, with ``-dirty`` if the tree differs from it; ``None`` outside a checkout."""
+    """The commit of the code, with ``-dirty`` if the code differs from it; ``None`` outside a checkout.
+
+    Results and pages of text are no code: a sweep that adds to a committed CSV stays clean.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -176,6 +191,7 @@ def _git_commit() -> str | None:
 
     try:
         commit = git("rev-parse", "HEAD")
-        return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit
+        changes = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/sweep/results", ":!/*.md")
+        return f"{commit}-dirty" if changes else commit
     except (OSError, subprocess.SubprocessError):
         return None

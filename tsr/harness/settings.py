@@ -20,7 +20,7 @@ GROUPS = (
 )
 # Keys that change where and how a run is kept, watched or continued, but not what it computes.
 NOT_IDENTITY = {
-    *("hydra", "resume", "logger", "runs_dir", "data.cache_dir", "data.num_workers"),
+    *("resume", "logger", "runs_dir", "results", "data.cache_dir", "data.num_workers"),
     *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.checksum_every"),
 }
 
@@ -170,13 +170,21 @@ class Schedule:
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Identity of a run: a hash of the resolved configuration, less what does not change its result."""
-    identity = {
-        key: {k: v for k, v in value.items() if f"{key}.{k}" not in NOT_IDENTITY} if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key not in NOT_IDENTITY
-    }
+    """Identity of a run: a hash of the resolved configuration, less what does not change its result.
+
+    Keys that no part of a job reads, such as the lookup tables of an experiment, are no part of it; nor is a null, so
+    that a key that is added later, off by default, leaves the identity of earlier runs as it was.
+    """
+    read = {*GROUPS, *inspect.signature(JobSettings).parameters, "device"} - NOT_IDENTITY
+    identity = {key: _without_nulls(config[key], key) for key in sorted(read & set(config)) if config[key] is not None}
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _without_nulls(value: Any, key: str) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    kept = {name: _without_nulls(part, f"{key}.{name}") for name, part in value.items() if part is not None}
+    return {name: part for name, part in kept.items() if f"{key}.{name}" not in NOT_IDENTITY}
 
 
 def run_name(config: Mapping[str, Any]) -> str:
