@@ -57,7 +57,7 @@ Config = dict[str, Any]
 register_resolvers()
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=str(Path(__file__).resolve().parent / "conf"), config_name="config")
 def main(cfg: DictConfig) -> None:
     """One job, as Hydra has composed it."""
     directory = Path(HydraConfig.get().runtime.output_dir)
@@ -275,8 +275,10 @@ def count(config: Config) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    import train  # this file by its name, under which other processes find what they are handed
+
     try:
-        main()
+        train.main()
     except (KeyboardInterrupt, Interrupted):
         print("interrupted; with resume=auto the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)

@@ -61,10 +61,8 @@ def call(*arguments: str) -> Outcome:
     """Run the command in this process; if it starts a worker, it fails with a traceback."""
     text = io.StringIO()
     forbidden = mock.Mock(side_effect=AssertionError("a worker was started"))
-    # Imported, train.py has no folder for Hydra to look beside.
-    command = ["train.py", "--config-path", str(PROJECT / "conf"), *arguments]
     with (
-        mock.patch.object(sys, "argv", command),
+        mock.patch.object(sys, "argv", ["train.py", *arguments]),
         mock.patch.object(train, "start_workers", forbidden),
         mock.patch.object(train, "work", forbidden),
         contextlib.redirect_stdout(text),

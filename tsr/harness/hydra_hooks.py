@@ -27,7 +27,8 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 
 def register_resolvers() -> None:
-    """``${run_name:}`` names a job's directory; ``${world_size:}`` is torchrun's number of workers, or 1."""
+    """``${run_name:}`` names a job's directory; ``${world_size:}`` is torchrun's number of workers, or 1;
+    ``${project:}`` is the checkout."""
 
     def name(*, _root_: DictConfig) -> str:
         try:
@@ -41,6 +42,7 @@ def register_resolvers() -> None:
 
     OmegaConf.register_new_resolver("run_name", name, replace=True)
     OmegaConf.register_new_resolver("world_size", world_size, replace=True)
+    OmegaConf.register_new_resolver("project", lambda: str(Path(__file__).parents[2]), replace=True)
 
 
 class JobFailed(CompactHydraException):
