@@ -7,7 +7,10 @@ STAMP := $(VENV)/.installed
 UV := uv==0.13.9
 PROJECT := -c constraints.txt -e '.[dev,slurm]'
 
-.PHONY: help install quickstart test lint format constraints clean
+# Whose figures `make figures` draws: run directories, or folders of some.
+RUNS ?= sweep/results/proxy
+
+.PHONY: help install quickstart tables figures proxy test lint format constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,6 +20,17 @@ install: $(STAMP) ## make .venv with every package pinned
 quickstart: $(STAMP) ## train with four optimizers on two workers, then print the table (a few minutes on 2 cores)
 	$(PY) train.py -m experiment=quickstart optimizer=adamw,galore,one_sided,tsr
 	$(PY) -m sweep.report runs/quickstart --out reports/quickstart
+
+tables: $(STAMP) ## the paper's tables, printed beside ours, from dry runs into reports/ (minutes, no training)
+	$(PY) -m sweep.paper --out reports
+
+figures: $(STAMP) ## every figure again, into reports/figures: make figures RUNS="runs/mine runs/others"
+	$(PY) -m sweep.figures $(RUNS) --out reports/figures
+
+proxy: $(STAMP) ## tune four methods on a small LLaMA (an hour and a half on 2 cores); what is done is skipped
+	OMP_NUM_THREADS=1 $(PY) train.py -m experiment=proxy_grid logger=none
+	OMP_NUM_THREADS=1 $(PY) train.py -m experiment=proxy optimizer=adamw,galore,one_sided,tsr seed=0,1,2 logger=none
+	$(PY) -m sweep.report sweep/results/proxy.csv --best --out reports/proxy
 
 # One thread a process: the workers that tests start share the cores with pytest-xdist's own.
 test: $(STAMP) ## run the whole test suite

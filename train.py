@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -275,10 +276,8 @@ def count(config: Config) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    import train  # this file by its name, under which other processes find what they are handed
-
     try:
-        train.main()
+        import_module("train").main()  # by its name, under which other processes find what they are handed
     except (KeyboardInterrupt, Interrupted):
         print("interrupted; with resume=auto the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)

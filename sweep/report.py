@@ -1,53 +1,75 @@
-"""Compare runs: `python -m sweep.report RUNS_DIR… --out DIR` writes table.md, table.csv and the loss figure into DIR.
+"""Compare runs: `python -m sweep.report RUNS… --out DIR` writes tables, figures and one HTML page with both into DIR.
 
-`table.md` has one row a group of runs that differ only in their seeds, `table.csv` one row a run with every value as it
-was recorded. Runs that are not done stand below the table (and in the CSV) with their error. A table compares like with
-like: runs of another model, data or number of tokens are refused unless `--allow-mixed`, and then a column names them.
+The table has one row a group of runs that differ only in their seeds: `table.md`, `table.tex` (booktabs) and, above the
+figures, `report.html`. `table.csv` has one row a run with every value as it was recorded. Runs that are not done stand
+below the table (and in the CSV) with their error. A table compares like with like: runs of another model, data, number
+of tokens or commit are refused unless `--allow-mixed`, and then a column names them.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sweep.figures import AXES, draw_loss
+from sweep.compare import (
+    BASELINE,
+    RATIO,
+    SAME,
+    Sample,
+    best,
+    chosen_from,
+    clearly_lowest,
+    comparable,
+    difference,
+    last_line,
+    missing_seeds,
+    with_ratios,
+)
+from sweep.figures import draw_report
+from sweep.page import Figure, Section, page
 from sweep.runs import COLUMNS as RUN_COLUMNS
-from sweep.runs import DATA_HASHES, describe, find_runs, read_curves, read_runs, varying
+from sweep.runs import describe, find_runs, is_results, read_curves, read_runs, varying
+from sweep.tables import Cell, Table
 
 if TYPE_CHECKING:
     import pandas as pd
 
-BASELINE = "adamw"
-RATIO = {key: f"{key}/{BASELINE}" for key in ("comm/bytes_per_step", "paper/comm/bytes_per_step")}
 NOTHING = "-"
+GAP = f"gap to {BASELINE} (nats)"
 
 NOTES = (
-    f"Bytes are one worker's payload, accounting `all` unless the header says `paper`; ÷ {BASELINE} is the ratio of "
-    f"bytes/step to {BASELINE}'s on the same model (- without exactly one such value). M = 1e6, G = 1e9. "
-    "Mean ± sample standard deviation over n seeds; no ± where all seeds agree."
+    "Mean ± sample standard deviation over n seeds; no ± where all seeds agree. A loss is bold where it is lower than "
+    "every other in the column (of the same model, data, tokens and code) by more than the larger of the two standard "
+    "deviations; so nothing is bold beside a row with a single seed, nor in a row that lacks seeds.",
+    f"The gap is the difference of the mean losses ± its standard error. ÷ {BASELINE} is the ratio of bytes/step to "
+    f"{BASELINE}'s on the same model. Both are {NOTHING} without exactly one {BASELINE} to compare with.",
+    "Bytes are one worker's payload, accounting `all` unless the header says `paper`. M = 1e6, G = 1e9.",
 )
 
 
 @dataclass(frozen=True)
 class Column:
-    """A measured column of table.md, shown to `digits` significant digits, and in M or G of its unit where `scaled`."""
+    """A measured column of the table: to `digits` significant digits, in M or G of its unit where `scaled`.
+
+    The lowest value of a `loss` stands out.
+    """
 
     key: str
     title: str
     unit: str = ""
     digits: int = 4
     scaled: bool = False
+    loss: bool = False
 
 
 TABLE = (
-    Column("eval/loss", "eval loss"),
-    Column("eval/perplexity", "perplexity"),
+    Column("eval/loss", "eval loss", loss=True),
+    Column("eval/perplexity", "perplexity", loss=True),
     Column("tokens", "tokens", scaled=True),
     Column("comm/bytes_per_step", "bytes/step", unit="B", scaled=True),
     Column(RATIO["comm/bytes_per_step"], f"÷ {BASELINE}", digits=3),
@@ -63,107 +85,153 @@ TABLE = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 1, with the reason on stderr, if nothing is done or a table is refused."""
     parser = argparse.ArgumentParser(prog="python -m sweep.report", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS_DIR", help="a run directory or a folder of some")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the report goes")
-    parser.add_argument("--figure-x", nargs="+", choices=AXES, default=list(AXES), help="the figure's panels, in order")
-    parser.add_argument("--allow-mixed", action="store_true", help="compare runs of different models, data or tokens")
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUNS", help="a run directory, a folder of some, or a CSV of results")
+    add("--out", type=Path, required=True, metavar="DIR", help="where the report goes")
+    add("--allow-mixed", action="store_true", help="compare runs of different models, data, tokens or commits")
+    add("--best", action="store_true", help="of each method, only the setting with the lowest loss at the tuning seed")
+    add("--allow-edge", action="store_true", help="with --best: even if it is at the edge of the values tried")
+    add("--readme", nargs=2, metavar=("FILE", "NAME"), help="put the table between FILE's <!-- begin/end NAME -->, too")
     options = parser.parse_args(arguments)
     try:
-        print(report(options.runs, options.out, figure_x=options.figure_x, allow_mixed=options.allow_mixed))
+        choice = {"only_best": options.best, "allow_edge": options.allow_edge}
+        text = report(options.runs, options.out, allow_mixed=options.allow_mixed, readme=options.readme, **choice)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    print(text)
     return 0
 
 
 def report(
-    roots: Sequence[Path], out: Path, *, figure_x: Sequence[str] = tuple(AXES), allow_mixed: bool = False
+    roots: Sequence[Path],
+    out: Path,
+    *,
+    allow_mixed: bool = False,
+    only_best: bool = False,
+    allow_edge: bool = False,
+    readme: tuple[str, str] | None = None,
 ) -> str:
-    """Write the report on the runs in `roots` into `out`; returns the text of table.md.
+    """Write the report on the runs in `roots` into `out`, and the table into `readme`; returns the text of table.md.
 
     Raises:
-        ValueError: no run is done, the runs cannot stand in one table (see `comparable`), or a curve is missing.
+        ValueError: no run is done, the runs cannot stand in one table (see `comparable`), the best is at an edge (see
+            `best`), a curve is missing, or `readme` has no place for the table.
     """
-    runs = read_runs(find_runs(roots))
-    done = with_ratios(comparable(runs, allow_mixed=allow_mixed))
-    curves = read_curves(done)
-    text = markdown(done, runs[runs["status"] != "done"])
+    paths = find_runs(roots)
+    runs = read_runs(paths)
+    done, notes = comparable(runs, allow_mixed=allow_mixed), []
+    if only_best:
+        notes = chosen_from(done)
+        done = best(done, allow_edge=allow_edge)
+    done = with_ratios(done)
+    others = runs[runs["status"] != "done"]
+    curves = None if any(map(is_results, paths)) else read_curves(done)
+    table = table_of(done, missing_seeds(runs, done), notes=notes)
+    below = [_not_done(others)] if len(others) else []
+    text = "\n".join(part.markdown() for part in (table, *below))
+    filled = _filled(Path(readme[0]), readme[1], table.markdown()) if readme else ""
 
     out.mkdir(parents=True, exist_ok=True)
-    draw_loss(done, curves, out, x=figure_x)
+    figures = tuple(Figure(drawn.png, drawn.caption) for drawn in draw_report(done, curves, out))
+    sections = [Section("Comparison", (table,)), Section("Figures", figures=figures)]
+    sections += [Section("Runs that are not done", (rest,)) for rest in below]
+    title = f"Optimizers compared on {', '.join(done['model'].unique())}"
+    (out / "report.html").write_text(page(title, sections), encoding="utf-8")
     (out / "table.md").write_text(text, encoding="utf-8")
-    columns = [*RUN_COLUMNS, *RATIO.values()]
-    runs.join(done[list(RATIO.values())]).to_csv(out / "table.csv", columns=columns, index=False)
+    (out / "table.tex").write_text(table.latex(), encoding="utf-8")
+    shown = runs.join(done[list(RATIO.values())]).loc[sorted({*done.index, *others.index})]
+    shown.to_csv(out / "table.csv", columns=[*RUN_COLUMNS, *RATIO.values()], index=False)
+    if readme:
+        Path(readme[0]).write_text(filled, encoding="utf-8")
     return text
 
 
-def comparable(runs: pd.DataFrame, *, allow_mixed: bool) -> pd.DataFrame:
-    """The done runs with two more columns.
-
-    `mixed` names what should be the same in all runs but is not, and `label` the group of a run.
-
-    Raises:
-        ValueError: no run is done; a run has no losses, as it was a dry run; two runs are repeats, which are no further
-            seed; or model, tokens or data differ and `allow_mixed` is false.
-    """
-    done = runs[runs["status"] == "done"].copy()
-    if done.empty:
-        listed = "; ".join(f"{run.run}: {run.status}, {_last_line(run.error)}" for run in runs.itertuples())
-        raise ValueError(f"none of {len(runs)} runs is done: {listed}")
-    dry = done.loc[done["dry_run"].astype(bool), "run"]
-    if len(dry):
-        raise ValueError(f"dry runs have no loss to compare; leave them out: {', '.join(dry)}")
-
-    columns = varying(done, ["model", "tokens", *DATA_HASHES])
-    columns += [
-        column for column in _model_columns(done) if any(varying(one, [column]) for _, one in done.groupby("model"))
-    ]
-    done["mixed"] = describe(done, columns)
-    if columns and not allow_mixed:
-        kinds = done.groupby("mixed", sort=False)["run"].agg(["size", "first"])
-        listed = "; ".join(f"{kind} ({row['size']} runs, e.g. {row['first']})" for kind, row in kinds.iterrows())
-        raise ValueError(f"these runs do not compare (use --allow-mixed to put them in one table anyway): {listed}")
-
-    labels = zip(done["method"], done["settings"], done["mixed"], strict=True)
-    done["label"] = [" ".join(filter(None, label)) for label in labels]
-    repeats = done.loc[done.duplicated(["label", "seed", "data_seed"], keep=False), "run"]
-    if len(repeats):
-        raise ValueError(f"runs with the same configuration and seeds; a repeat is not a sample: {', '.join(repeats)}")
-    return done
-
-
-def with_ratios(done: pd.DataFrame) -> pd.DataFrame:
-    """`done` with the columns of `RATIO`: bytes/step over the one of the baseline on that model, else NaN."""
-    done = done.assign(**dict.fromkeys(RATIO.values(), math.nan))
-    for _, runs in done.groupby(_model_columns(done), dropna=False, sort=False):
-        for key, ratio in RATIO.items():
-            baseline = runs.loc[runs["method"] == BASELINE, key].unique()
-            if len(baseline) == 1:
-                done.loc[runs.index, ratio] = runs[key].astype(float) / baseline[0]
-    return done
-
-
-def markdown(done: pd.DataFrame, others: pd.DataFrame) -> str:
-    """The table of the groups in `done`, what is common to them, and below it the runs that are not done."""
+def table_of(done: pd.DataFrame, missing: dict[str, dict[str, str]], *, notes: Sequence[str] = ()) -> Table:
+    """The table of the groups in `done`; `missing` are the seeds that each label lacks, and `notes` stand first."""
     groups = [group for _, group in done.groupby("label", sort=False)]
-    columns = {"method": [group["method"].iloc[0] for group in groups]}
+    lacking = [missing[group["label"].iloc[0]] for group in groups]
+    columns: dict[str, list[str | Cell]] = {"method": [group["method"].iloc[0] for group in groups]}
     for name in ("settings", "mixed"):
         if done[name].any():
             columns[name] = [group[name].iloc[0] or NOTHING for group in groups]
-    columns["n"] = [str(len(group)) for group in groups]
+    columns["n"] = [
+        f"{len(group)} of {len(group) + len(seeds)}" if seeds else str(len(group))
+        for group, seeds in zip(groups, lacking, strict=True)
+    ]
     columns["lr"] = [_number(group["lr"].iloc[0]) for group in groups]
     for column in TABLE:
         title, unit = _unit(column, largest=done[column.key].astype(float).max())
-        columns[title] = [_cell(group[column.key].astype(float) / unit, digits=column.digits) for group in groups]
+        samples = [Sample.of(group[column.key].astype(float) / unit) for group in groups]
+        bold = _best_rows(groups, samples, lacking) if column.loss else set()
+        columns[title] = [Cell(_cell(one, digits=column.digits), row in bold) for row, one in enumerate(samples)]
+        if column.key == "eval/loss":
+            columns[GAP] = list(_gaps(groups, samples))
 
-    common = [name for name in ("model", *DATA_HASHES) if not varying(done, [name])]
-    text = f"{describe(done.head(1), common)[0]}\n\n{_pipe_table(columns)}\n\n{NOTES}\n"
-    if len(others):
-        shown = [name for name in ("run", "method", "settings", "status") if others[name].any()]
-        fields = {name: list(others[name].fillna(NOTHING)) for name in shown}
-        fields["error"] = [_last_line(error) for error in others["error"]]
-        text += f"\nNot in the table:\n\n{_pipe_table(fields)}\n"
-    return text
+    common = [name for name in SAME if name != "tokens" and not varying(done, [name])]
+    gone = [
+        f"{group['label'].iloc[0]}: {'; '.join(f'{seed} missing ({why})' for seed, why in seeds.items())}."
+        for group, seeds in zip(groups, lacking, strict=True)
+        if seeds
+    ]
+    rows = tuple(zip(*columns.values(), strict=True))
+    return Table(describe(done.head(1), common)[0], tuple(columns), rows, (*notes, *gone, *NOTES))
+
+
+def _best_rows(groups: list[pd.DataFrame], samples: list[Sample], lacking: list[dict[str, str]]) -> set[int]:
+    """The rows to set in bold: the clearly lowest of each kind of comparable groups, unless it lacks seeds.
+
+    A mean of the seeds that came through says nothing of those that did not.
+    """
+    lowest = set()
+    for rows in _by_kind(groups).values():
+        index = clearly_lowest([samples[row] for row in rows])
+        if index is not None and not lacking[rows[index]]:
+            lowest.add(rows[index])
+    return lowest
+
+
+def _gaps(groups: list[pd.DataFrame], samples: list[Sample]) -> list[str]:
+    """For each group its mean loss minus that of the one group of the baseline that it compares with."""
+    gaps = [NOTHING] * len(groups)
+    for rows in _by_kind(groups).values():
+        baselines = [row for row in rows if groups[row]["method"].iloc[0] == BASELINE]
+        for row in rows if len(baselines) == 1 else ():
+            gap, error = difference(samples[row], samples[baselines[0]])
+            if row != baselines[0] and math.isfinite(gap):
+                spread = f" ± {error:.3f}" if math.isfinite(error) else ""
+                gaps[row] = f"{gap:+.3f}{spread}".replace("-", "−")
+    return gaps
+
+
+def _by_kind(groups: list[pd.DataFrame]) -> dict[str, list[int]]:
+    """The rows of the groups that are comparable, by what they have in common."""
+    kinds: dict[str, list[int]] = {}
+    for row, group in enumerate(groups):
+        kinds.setdefault(group["mixed"].iloc[0], []).append(row)
+    return kinds
+
+
+def _not_done(others: pd.DataFrame) -> Table:
+    shown = [name for name in ("run", "method", "settings", "status") if others[name].any()]
+    columns = {name: list(others[name].fillna(NOTHING)) for name in shown}
+    columns["error"] = [last_line(error) for error in others["error"]]
+    return Table("Not in the table:", tuple(columns), tuple(zip(*columns.values(), strict=True)))
+
+
+def _filled(file: Path, name: str, text: str) -> str:
+    """The text of `file` with `text` between its comments `begin NAME` and `end NAME`, in the place of what is there.
+
+    Raises:
+        ValueError: `file` lacks one of them, or has it twice.
+    """
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    content = file.read_text(encoding="utf-8") if file.is_file() else ""
+    before, _, rest = content.partition(begin)
+    _, _, after = rest.partition(end)
+    if content.count(begin) != 1 or content.count(end) != 1 or end not in rest:
+        raise ValueError(f"--readme: '{file}' needs one line {begin} and, below it, one line {end}")
+    return f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
 
 
 def _unit(column: Column, *, largest: float) -> tuple[str, float]:
@@ -174,41 +242,19 @@ def _unit(column: Column, *, largest: float) -> tuple[str, float]:
     return f"{column.title} ({prefix}{column.unit})", unit
 
 
-def _cell(values: pd.Series, *, digits: int) -> str:
-    """Mean ± sample standard deviation; a seed without a number is never skipped, but leaves no mean."""
-    mean = values.mean(skipna=False)
-    if math.isnan(mean):
+def _cell(sample: Sample, *, digits: int) -> str:
+    if math.isnan(sample.mean):
         return NOTHING
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(mean)))) if mean and math.isfinite(mean) else 0
-    spread = f" ± {values.std():.{decimals}f}" if values.nunique() > 1 else ""
-    return f"{mean:.{decimals}f}{spread}"
+    mean = abs(sample.mean)
+    decimals = max(0, digits - 1 - math.floor(math.log10(mean))) if mean and math.isfinite(mean) else 0
+    spread = f" ± {sample.std:.{decimals}f}" if sample.std > 0 else ""
+    return f"{sample.mean:.{decimals}f}{spread}"
 
 
 def _number(value: float | None) -> str:
     import pandas as pd
 
     return NOTHING if pd.isna(value) else f"{value:g}"
-
-
-def _last_line(error: str) -> str:
-    """The line of a traceback that names the error."""
-    return error.strip().splitlines()[-1]
-
-
-def _pipe_table(columns: dict[str, list[str]]) -> str:
-    """A markdown table, padded so that it reads well in a terminal too; columns of numbers are right-aligned."""
-    escaped = [[cell.replace("|", "\\|") for cell in (title, *cells)] for title, cells in columns.items()]
-    aligned = []
-    for title, *cells in escaped:
-        width = max(3, *map(len, (title, *cells)))
-        right = all(re.match(r"\d|-$", cell) for cell in cells)
-        rule = "-" * (width - 1) + ":" if right else "-" * width
-        aligned.append([text.rjust(width) if right else text.ljust(width) for text in (title, rule, *cells)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in zip(*aligned, strict=True))
-
-
-def _model_columns(runs: pd.DataFrame) -> list[str]:
-    return [column for column in runs if column.startswith("config/model.")]
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ from typing import Any
 
 from filelock import FileLock
 
-from sweep.runs import COLUMNS, read_run
+from sweep.runs import COLUMNS, is_setting, read_run
 from tsr.harness.rundir import write_atomically
-from tsr.harness.settings import NOT_IDENTITY
 
 KEY = "config_hash"
+STARTED = ("seed", "data_seed", "nproc", "device")  # what is no setting but makes the run what it is
 
 
 class Results:
@@ -74,9 +74,8 @@ class Results:
 
 
 def _is_local(column: str) -> bool:
-    """Whether a column tells where and how a run was kept and watched: of no use, or worse, on another machine."""
-    parts = column.removeprefix("config/").split(".")
-    return column.startswith("config/") and not NOT_IDENTITY.isdisjoint({parts[0], ".".join(parts[:2])})
+    """Whether a column tells how a run was kept and watched, or a table it was looked up in: of no use elsewhere."""
+    return column.startswith("config/") and not (is_setting(column) or column.removeprefix("config/") in STARTED)
 
 
 def _text(value: Any) -> str:

@@ -48,10 +48,6 @@ COLUMNS = (
 )
 INTEGERS = ("seed", "data_seed", *(key for key in MEASURES if not key.endswith(("bytes_per_step", "duration_s"))))
 
-# Keys in which two runs of one group may differ: the seeds, how a job is watched, resumed and stored, and how its
-# workers are started (what counts there is the world size in summary.json, which stands in for them).
-NOT_SETTINGS = re.compile(r"config/(seed|data_seed|resume|runs_dir|nproc|world_size|(logger|hydra)(\..*)?)")
-
 
 def find_runs(roots: Iterable[Path]) -> list[Path]:
     """Every run directory in or below `roots`, once, sorted within each root; a CSV of results stands for itself.
@@ -196,6 +192,20 @@ def read_curve(path: Path) -> pd.DataFrame:
     return pd.DataFrame(lines).groupby("step", as_index=False).first()
 
 
+def is_setting(column: str) -> bool:
+    """Whether a column tells what was computed, besides the seeds: in these the runs of one group agree.
+
+    Not how a job was watched, resumed, stored, and its workers started (what counts there is the world size), nor what
+    stood in the lookup tables of an experiment.
+    """
+    from tsr.harness.settings import GROUPS, NOT_IDENTITY
+
+    if not column.startswith("config/"):
+        return False
+    group, *key = column.removeprefix("config/").split(".")
+    return group in GROUPS and NOT_IDENTITY.isdisjoint({group, ".".join((group, *key[:1]))})
+
+
 def varying(runs: pd.DataFrame, columns: Iterable[str]) -> list[str]:
     """Those of `columns` that hold more than one value in `runs`; missing counts as a value."""
     return [column for column in columns if runs[column].nunique(dropna=False) > 1]
@@ -218,11 +228,12 @@ def _text(value: Any) -> str:
         return "null"
     if isinstance(value, float):
         return f"{value:g}"
-    return value[:8] if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else str(value)
+    hashed = re.fullmatch("([0-9a-f]{8})(?:[0-9a-f]{32}|[0-9a-f]{56})(-dirty)?", str(value))
+    return "".join(hashed.groups("")) if hashed else str(value)
 
 
 def _settings(runs: pd.DataFrame) -> pd.Series:
-    columns = [column for column in runs if column.startswith("config/") and not NOT_SETTINGS.fullmatch(column)]
+    columns = [column for column in runs if is_setting(column)]
     settings = runs["settings"].astype(object)
     for _, group in runs.groupby(["method", "model"], dropna=False):
         # A run that never finished has no world size; that must not make the others look different.

@@ -61,11 +61,12 @@ def test_a_row_is_replaced_and_columns_are_added(tmp_path: Path, dry_run: Path) 
     shutil.copytree(dry_run, other)
     results = Results(str(path))
     results.add(dry_run, overrides=["a"])
-    text = (other / "config.yaml").read_text() + "extra: {note: 1}\n"
+    text = (other / "config.yaml").read_text().replace("comm:\n", "comm:\n  note: 1\n") + "lookup: {lr: 1}\n"
     (other / "config.yaml").write_text(text)
     results.add(other, overrides=["b"])
     (row,) = read(path)
-    assert (row["overrides"], row["run"], row["config/extra.note"]) == ("b", "other", "1")
+    assert (row["overrides"], row["run"], row["config/comm.note"]) == ("b", "other", "1")
+    assert "config/lookup.lr" not in row
 
 
 def test_runs_that_end_together_all_get_their_row(tmp_path: Path, dry_run: Path) -> None:

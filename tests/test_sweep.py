@@ -16,6 +16,8 @@ from train import check
 from tsr.harness.hydra_hooks import plain
 
 EXPERIMENTS = sorted(path.stem for path in (PROJECT / "conf" / "experiment").glob("*.yaml"))
+ABLATIONS = sorted(path.stem for path in (PROJECT / "conf" / "ablation").glob("*.yaml"))
+FOLLOWS = {"sided": {"lr_factor"}, "embedding": {"lr_factor"}}  # the proxy's factor makes updates of equal norm
 PAPER_MODELS = ("llama_60m", "llama_130m", "llama_350m", "llama_1b")
 
 
@@ -27,13 +29,33 @@ def run_directories(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_experiment_is_sound_with_every_optimizer(experiment: str, method: str) -> None:
-    models = PAPER_MODELS if experiment.startswith("table3") else (None,)
+    models = PAPER_MODELS if experiment.startswith(("table3", "ablation_")) else (None,)
     with initialize_config_dir(str(PROJECT / "conf"), version_base="1.3"):
         for model in models:
             overrides = [f"experiment={experiment}", f"optimizer={method}", *([f"model={model}"] if model else [])]
-            config = plain(compose("config", overrides))
+            config = plain(compose("config", [*overrides, "dry_run=true"]))
             assert check(config)
-            assert config["optimizer"]["name"] == method and config["runs_dir"] == f"runs/{experiment}"
+            assert config["optimizer"]["name"] == method
+            assert config["runs_dir"] == f"runs/{experiment.removesuffix('_grid')}"
+
+
+@pytest.mark.parametrize("ablation", ABLATIONS)
+def test_every_ablation_changes_what_it_names_and_nothing_else(ablation: str) -> None:
+    with initialize_config_dir(str(PROJECT / "conf"), version_base="1.3"):
+        for base, model in (("table3", "llama_60m"), ("proxy", "llama_9m")):
+            overrides = [f"experiment={base}", f"model={model}", "optimizer=tsr", f"ablation={ablation}"]
+            sweep = compose("config", overrides, return_hydra_config=True).hydra.sweeper.params
+            ((key, values),) = sweep.items()
+            jobs = [
+                plain(compose("config", ["dry_run=true", *overrides, f"{key}={value}"])) for value in values.split(",")
+            ]
+            assert len(jobs) >= 2 and all(check(job) for job in jobs)
+            group, name = key.split(".")
+            assert len({job[group][name] for job in jobs}) == len(jobs)
+            assert plain(compose("config", ["dry_run=true", *overrides[:3]]))[group] in [job[group] for job in jobs]
+            for job in jobs:
+                changed = {part for part in job if job[part] != jobs[0][part]}
+                assert changed <= {group, *FOLLOWS.get(ablation, ())}, changed
 
 
 def test_jobs_have_directories_of_their_own_and_are_skipped_when_done(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Made-up run directories, of which every number is known beforehand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+STEPS = 40
+TOKENS = 1_000  # per step
+
+
+def make_run(
+    path: Path,
+    method: str = "adamw",
+    *,
+    loss: float = 4.0,
+    step_bytes: int = 8_000_000,
+    seed: int = 0,
+    config: dict[str, Any] | None = None,
+    summary: dict[str, Any] | None = None,
+) -> Path:
+    """A finished run; `config` (dotted keys) and `summary` override single values."""
+    path.mkdir(parents=True)
+    tree = {
+        "optimizer": {"name": method, "lr": 0.01},
+        "model": {"name": "llama_tiny", "vocab_size": 64},
+        "trainer": {"steps": STEPS},
+        "data": {"paths": ["a.txt", "b.txt"]},
+        "seed": seed,
+        "data_seed": 0,
+        "dry_run": False,
+    }
+    composed = OmegaConf.create(tree)
+    for key, value in (config or {}).items():
+        OmegaConf.update(composed, key, value)
+    OmegaConf.save(composed, path / "config.yaml")
+
+    with (path / "metrics.jsonl").open("w") as file:
+        for step in range(1, STEPS + 1):
+            row = {"step": step, "tokens": step * TOKENS, "train/loss": loss + 3 / step, "time/step_s": 0.25}
+            file.write(json.dumps({**row, "comm/bytes": step_bytes, "comm/total_bytes": step * step_bytes}) + "\n")
+            if step % 10 == 0:  # a line of its own, to be merged with that of the step
+                file.write(json.dumps({"step": step, "eval/loss": loss + 2 / step - 2 / STEPS}) + "\n")
+    counted = {"bytes_per_step": float(step_bytes), "peak_bytes": 2 * step_bytes, "total_bytes": STEPS * step_bytes}
+    measured = {
+        "status": "done",
+        "steps": STEPS,
+        "tokens": STEPS * TOKENS,
+        "world_size": 2,
+        "eval/loss": loss,
+        "eval/perplexity": math.exp(loss),
+        **{f"comm/{key}": value for key, value in counted.items()},
+        **{f"paper/comm/{key}": value / 2 for key, value in counted.items()},
+        "comm/by_role": {
+            "core": {"linear": STEPS * step_bytes // 2, "embedding": STEPS * step_bytes // 4},
+            "dense": {"head": STEPS * step_bytes // 4, "vector": 0},
+        },
+        "memory/optimizer_state_bytes": 1_234_567,
+        "memory/weight_bytes": 1,
+        "paper/memory_bytes": 1,
+        "git_commit": "c0ffee",
+        "config_hash": f"{method}{seed}",
+        "duration_s": 12.0,
+        "data": {"corpus_sha256": "a" * 64, "tokenizer_sha256": "b" * 64},
+    }
+    (path / "summary.json").write_text(json.dumps({**measured, **(summary or {})}))
+    return path
