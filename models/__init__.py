@@ -1,7 +1,7 @@
-"""Language models trained by the harness, in plain torch.
+"""Models trained by the harness.
 
-What is here: `llama.py`, the LLaMA decoder with its loss, its construction from `conf/model/*.yaml` and its exchange of
-weights with transformers.
+What is here: `llama.py`, the LLaMA decoder in plain torch with its loss, its construction from `conf/model/*.yaml` and
+its exchange of weights with transformers; `encoder.py`, transformers' encoders with a classifier, for fine-tuning.
 
 Notation, used in every docstring of this package:
 
@@ -17,6 +17,16 @@ the optimizer treats a parameter by its role, never by its shape.
 
 from __future__ import annotations
 
+from models.encoder import Encoder, EncoderConfig
 from models.llama import Llama, LlamaConfig, build, load_safetensors, next_token_losses, save_safetensors
 
-__all__ = ["Llama", "LlamaConfig", "build", "load_safetensors", "next_token_losses", "save_safetensors"]
+__all__ = [
+    "Encoder",
+    "EncoderConfig",
+    "Llama",
+    "LlamaConfig",
+    "build",
+    "load_safetensors",
+    "next_token_losses",
+    "save_safetensors",
+]

@@ -1,7 +1,7 @@
 """Collecting, comparing and drawing runs, and the paper's tables recomputed.
 
-Notation. A *run* is one job's directory, or its row in a CSV of results; columns keep the keys of its files (`eval/loss`,
-`comm/total_bytes`), and a configuration key `a.b` is the column `config/a.b`. A *method* is the `optimizer.name` of a
+Notation. A *run* is one job's directory, or its row in a CSV of results; columns keep the keys of its files (such as
+`eval/loss`), and a configuration key `a.b` is the column `config/a.b`. A *method* is the `optimizer.name` of a
 run; its *settings* are the configuration in which it differs from the other runs of its method and model. Runs that
 differ in nothing but their seeds are a *group* of n: one row of the table, one label of a figure. Bytes are the payload
 of one worker, M = 1e6, G = 1e9; a key that starts with `paper/` follows the accounting of the paper.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 N = "n"
 """The title of the column that says how many values a mean is of."""
 
+NUMBER = re.compile(r"-?|[+−-]?\d[\d.,]*(e[+−-]?\d+)?(\(\d+\))?( (±|of) \d\S*)?")
 LATEX_WIDTH = 30  # characters; a longer cell is set in lines
 PARAGRAPH = "p{4cm}"
 
@@ -131,7 +132,7 @@ class Table:
 
     def _numeric(self) -> list[bool]:
         """Whether a column holds numbers, which are aligned at the right."""
-        return [all(re.match(r"[+−-]?\d|-?$", text) for text in column) for column in self._texts()]
+        return [all(NUMBER.fullmatch(text) for text in column) for column in self._texts()]
 
     def _texts(self) -> list[list[str]]:
         """The text of each column's cells."""

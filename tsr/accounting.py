@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from tsr.blocks import Block
+from tsr.ledger import PAPER_KINDS
 from tsr.refresh import RefreshRule
 
 PAPER_MEMORY_ITEMSIZE = 2
@@ -27,31 +28,31 @@ def step_elements(blocks: Sequence[Block], step: int, *, reduce: str, refresh: R
     count: Counter[tuple[str, str]] = Counter()
     for block in blocks:
         if not block.is_low_rank or reduce == "dense":
-            count["dense", block.role] += block.parameter.numel()
+            count["dense", block.kind] += block.parameter.numel()
             continue
         rows, columns = block.shape
         core = block.rank**2 if block.subspace == "two_sided" else block.rank * max(rows, columns)
-        count["core", block.role] += core
+        count["core", block.kind] += core
         if step == 1 or (step - refresh.phase) % block.interval == 0:
             if refresh.method == "svd":
-                count["dense", block.role] += rows * columns
+                count["dense", block.kind] += rows * columns
             else:
                 rounds = 1 + (refresh.power_iterations if refresh.method == "sketch" else 0)
                 width = min(block.rank + refresh.oversampling, rows, columns)
-                count["sketch", block.role] += rounds * (rows + columns) * width
+                count["sketch", block.kind] += rounds * (rows + columns) * width
     return count
 
 
 def paper_memory_bytes(blocks: Sequence[Block]) -> int:
     """Weights and optimizer state by Table 2 of the TSR paper to the letter, at 2 bytes an element.
 
-    Head and norms are left out, as there.
+    Head and norms are left out, as there, and what a model names as uncounted.
     Low-rank embedding: V d + V r + d r + 2 r^2; dense embedding: 4 V d. Linear, with s <= l the sides: dense 3 s l,
     one-sided s l + s r + 2 l r, two-sided s l + s r + l r + 2 r^2.
     """
     elements = 0
     for block in blocks:
-        if block.role not in ("linear", "embedding"):
+        if block.kind not in PAPER_KINDS:
             continue
         short, long = sorted(block.shape)
         rank = block.rank

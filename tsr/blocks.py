@@ -9,7 +9,7 @@ its blocks; a block whose smaller side does not exceed the rank stays dense and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -53,7 +53,10 @@ class RolePolicy:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """One parameter and what is done with it. ``rank`` is 0 for a dense block."""
+    """One parameter and what is done with it.
+
+    ``rank`` is 0 for a dense block. ``counted`` is whether the paper's tables count the block if they count its role.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -62,6 +65,12 @@ class Block:
     rank: int = 0
     interval: int = 1
     note: str = ""
+    counted: bool = True
+
+    @property
+    def kind(self) -> str:
+        """Under which the ledger counts the block's messages: the role, save for blocks that the paper leaves out."""
+        return self.role if self.counted else f"other_{self.role}"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -125,17 +134,31 @@ def roles_by_module(model: nn.Module, *, head: str | None = None) -> dict[str, l
     return rules
 
 
-def plan_blocks(model: nn.Module, roles: Roles, policies: Iterable[RolePolicy]) -> list[Block]:
+def plan_blocks(
+    model: nn.Module, roles: Roles, policies: Iterable[RolePolicy], *, uncounted: Sequence[str] = ()
+) -> list[Block]:
     """The blocks of ``model``, in the order of its parameters.
 
+    ``uncounted`` are glob patterns of parameters that the paper's accounting leaves out whatever their role.
+
     Raises:
-        ValueError: As `assign_roles`; if a low-rank role holds a parameter that is no matrix, or has a rank that none
-            of its blocks can take.
+        ValueError: As `assign_roles`; if a pattern of ``uncounted`` matches nothing; if a low-rank role holds a
+            parameter that is no matrix, or has a rank that none of its blocks can take.
     """
     assigned = assign_roles(model, roles)
     by_role = {role: RolePolicy(role=role) for role in ROLES} | {policy.role: policy for policy in policies}
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    blocks = [_block(name, parameter, by_role[assigned[name]]) for name, parameter in parameters.items()]
+    left_out: set[str] = set()
+    for pattern in uncounted:
+        matched = {name for name in parameters if fnmatchcase(name, pattern)}
+        if not matched:
+            first = next(iter(parameters))
+            raise ValueError(f"uncounted: the rule {pattern!r} selects no parameter; names look like {first}")
+        left_out |= matched
+    blocks = [
+        replace(_block(name, parameter, by_role[assigned[name]]), counted=name not in left_out)
+        for name, parameter in parameters.items()
+    ]
     for role, policy in by_role.items():
         members = [block for block in blocks if block.role == role]
         wants_low_rank = policy.subspace != "dense" and policy.rank is not None
@@ -164,7 +187,8 @@ def describe(blocks: Sequence[Block]) -> list[dict[str, object]]:
     kinds: dict[tuple[object, ...], list[Block]] = {}
     for block in blocks:
         shape = "x".join(map(str, block.parameter.shape))
-        kinds.setdefault((block.role, shape, block.subspace, block.rank, block.interval, block.note), []).append(block)
+        note = "; ".join(filter(None, (block.note, "" if block.counted else "not in the paper's accounting")))
+        kinds.setdefault((block.role, shape, block.subspace, block.rank, block.interval, note), []).append(block)
     return [
         {
             "role": role,

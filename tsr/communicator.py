@@ -27,7 +27,8 @@ class Message:
     """A tensor to be averaged over the workers.
 
     ``role`` says what it is (``core``, ``sketch``, ``dense``, ...), ``kind`` what sort of block it belongs to
-    (``linear``, ``embedding``, ``head``, ``vector``). All workers hand over the same list, in the same order.
+    (``linear``, ``embedding``, ``head``, ``vector``; see `tsr.blocks.Block.kind`). All workers hand over the same list,
+    in the same order.
     """
 
     tensor: Tensor

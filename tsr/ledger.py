@@ -6,7 +6,8 @@ side:
 
 * ``all``: every message, at its real dtype;
 * ``paper``: what the tables of arXiv 2602.08007 count, namely the linear and token-embedding matrices at 4 bytes an
-  element, without head and norms.
+  element, without head and norms. Of an encoder's embeddings that is the word table alone: the kind of the others is
+  ``other_embedding`` (`tsr.blocks.Block.kind`).
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def build(
     if isinstance(options.get("betas"), Sequence):
         options["betas"] = tuple(options["betas"])
     return LowRankAdam(
-        plan_blocks(model, roles, policies),
+        plan_blocks(model, roles, policies, uncounted=getattr(model, "UNCOUNTED", ())),
         AdamOptions(**options),
         refresh=RefreshRule(**refresh, seed=seed),
         communicator=communicator,

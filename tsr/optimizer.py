@@ -174,8 +174,8 @@ class LowRankAdam(torch.optim.Optimizer):
             cores = [self._project(block) for block in low_rank]
             averaged = [*cores, *(_gradient(block) for block in dense)]
             self.communicator.mean(
-                [Message(core, "core", block.role) for core, block in zip(cores, low_rank, strict=True)]
-                + [Message(_gradient(block), "dense", block.role) for block in dense]
+                [Message(core, "core", block.kind) for core, block in zip(cores, low_rank, strict=True)]
+                + [Message(_gradient(block), "dense", block.kind) for block in dense]
             )
             self._clip(averaged)
 
@@ -192,7 +192,7 @@ class LowRankAdam(torch.optim.Optimizer):
 
     def _mean(self, blocks: Sequence[Block], tensors: Sequence[Tensor], role: str) -> None:
         self.communicator.mean(
-            [Message(tensor, role, block.role) for tensor, block in zip(tensors, blocks, strict=True)]
+            [Message(tensor, role, block.kind) for tensor, block in zip(tensors, blocks, strict=True)]
         )
 
     def _basis(self, block: Block) -> Basis:
