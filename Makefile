@@ -7,8 +7,9 @@ STAMP := $(VENV)/.installed
 UV := uv==0.13.9
 PROJECT := -c constraints.txt -e '.[dev,slurm]'
 
-# Whose figures `make figures` draws: run directories, or folders of some.
-RUNS ?= sweep/results/proxy
+# Whose figures `make figures` draws: run directories, or folders of some. By default those of the committed results.
+RUNS ?= sweep/results/proxy/runs
+ABLATIONS ?= sweep/results/proxy/ablations
 
 .PHONY: help install quickstart tables figures proxy test lint format constraints clean
 
@@ -24,13 +25,16 @@ quickstart: $(STAMP) ## train with four optimizers on two workers, then print th
 tables: $(STAMP) ## the paper's tables, printed beside ours, from dry runs into reports/ (minutes, no training)
 	$(PY) -m sweep.paper --out reports
 
-figures: $(STAMP) ## every figure again, into reports/figures: make figures RUNS="runs/mine runs/others"
+figures: $(STAMP) ## every figure again, into reports/figures: make figures RUNS="runs/mine runs/others" ABLATIONS=
 	$(PY) -m sweep.figures $(RUNS) --out reports/figures
+	$(if $(ABLATIONS),$(PY) -m sweep.figures $(ABLATIONS) --out reports/figures --only $(addprefix ablation_,sided refresh interval rank embedding))
 
-proxy: $(STAMP) ## tune four methods on a small LLaMA (an hour and a half on 2 cores); what is done is skipped
+proxy: $(STAMP) ## tune four methods on a small LLaMA, then seeds and ablations (two hours on a core); what is done is skipped
 	OMP_NUM_THREADS=1 $(PY) train.py -m experiment=proxy_grid logger=none
 	OMP_NUM_THREADS=1 $(PY) train.py -m experiment=proxy optimizer=adamw,galore,one_sided,tsr seed=0,1,2 logger=none
-	$(PY) -m sweep.report sweep/results/proxy.csv --best --out reports/proxy
+	for part in sided refresh interval rank embedding; do \
+	    OMP_NUM_THREADS=1 $(PY) train.py -m experiment=proxy optimizer=tsr ablation=$$part logger=none || exit 1; done
+	$(PY) -m sweep.report sweep/results/proxy.csv --best --out reports/proxy --readme README.md proxy
 
 # One thread a process: the workers that tests start share the cores with pytest-xdist's own.
 test: $(STAMP) ## run the whole test suite

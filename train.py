@@ -80,8 +80,10 @@ def run_job(cfg: DictConfig, directory: Path) -> None:
         WorkersFailed: If a worker failed; the run record says why.
     """
     config = plain(cfg)
-    run, results = RunDirectory(directory, config), Results(None if config["dry_run"] else config["results"])
-    expected, world = check(config), external_world()
+    run, expected, world = RunDirectory(directory, config), check(config), external_world()
+    # What another run's checkpoint began is not the run that its configuration describes.
+    kept = not config["dry_run"] and config["resume"] in ("auto", None)
+    results = Results(config["results"] if kept else None)
     run.check_owner()
     if config["resume"] == "auto" and results.has(run.config_hash):
         print(f"done already, skipped: {run.config_hash} is in {results.path} (resume=null runs it again)")

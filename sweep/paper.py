@@ -35,8 +35,9 @@ NOTHING = "-"
 NOT_RUN = "not run here"
 
 SENT_NOTE = (
-    "By definition: a dry run of the optimizer's own code, counted as section 3.1 of the paper does: linears and token "
-    "embedding, 4 bytes an element, without head and norms. Two things that the paper leaves open are set: sketches "
+    "By definition: a dry run of the optimizer's own code, in the count that the paper's AdamW cells show: linears and "
+    "token embedding, 4 bytes an element; without the head, though by section 3.1 it would belong to it, and without "
+    "norms, positions and token types. Two things that the paper leaves open are set: sketches "
     "have k = r columns (p = 0; the scripts' p = 5 is in a column of its own), and embeddings are refreshed as in the "
     "released scripts, every 2 steps (Table 4: 200). All tensors: the same run with everything that is synchronised, "
     "in fp32."

@@ -1,8 +1,10 @@
 """Results that outlive their run directories: one CSV, a row a finished run, with its whole configuration in columns.
 
 `python train.py … results=FILE.csv` adds the run to FILE when it is done, and skips a job whose configuration hash is
-in FILE already, whether its run directory is still there or not; dry runs are left out. A row has the columns of
-`sweep.runs.read_runs`, and `overrides`: what stood behind `python train.py` to make the run, as one line for a shell.
+in FILE already, whether its run directory is still there or not; dry runs, and runs that went on from another run's
+checkpoint, are left out. A row has the columns of `sweep.runs.read_runs`, and `overrides`: what made the run, to stand
+behind `python train.py` in a shell. Where things lay on the machine that ran it (`NOT_IDENTITY`) is in no column, so
+that rows can be published.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from filelock import FileLock
 
 from sweep.runs import COLUMNS, is_setting, read_run
 from tsr.harness.rundir import write_atomically
+from tsr.harness.settings import NOT_IDENTITY
 
 KEY = "config_hash"
 STARTED = ("seed", "data_seed", "nproc", "device")  # what is no setting but makes the run what it is
@@ -34,6 +37,11 @@ class Results:
         if path is not None and not (isinstance(path, str) and path.endswith(".csv")):
             raise ValueError(f"results must be the path of a .csv file, or null, got {path!r}")
         self.path = Path(path) if path else None
+        if self.path:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"results={path}: no file can be made there ({error.strerror})") from error
         self._read()
 
     def has(self, config_hash: str) -> bool:
@@ -44,12 +52,20 @@ class Results:
         """Add the finished run in the directory ``run``, in the place of an earlier one of the same configuration.
 
         Several processes may do so at once, and a reader, or a kill at any time, finds whole rows alone.
+
+        Raises:
+            ValueError: the directory holds no finished run, or lacks part of its record.
         """
         if self.path is None:
             return
-        new = {key: _text(value) for key, value in read_run(run).items() if value is not None and not _is_local(key)}
-        new |= {"run": run.name, "overrides": shlex.join(overrides)}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        row = read_run(run)
+        if row["status"] != "done":
+            raise ValueError(
+                f"results={self.path}: {run} is no finished run ({row['error']}); resume=null runs it again"
+            )
+        new = {key: _text(value) for key, value in row.items() if value is not None and not _is_local(key)}
+        kept = [text for text in overrides if text.lstrip("+").partition("=")[0] not in NOT_IDENTITY]
+        new |= {"run": run.name, "overrides": shlex.join(kept)}
         with FileLock(self.path.with_name(f".{self.path.name}.lock")):
             rows = [row for row in self._read() if row[KEY] != new[KEY]] + [new]
             known = dict.fromkeys(("overrides", *COLUMNS))
@@ -68,7 +84,12 @@ class Results:
                 reader = csv.DictReader(file, strict=True)
                 if KEY not in (reader.fieldnames or ()):
                     raise ValueError(f"it has no column {KEY}")
-                return [{key: value for key, value in row.items() if value} for row in reader]
+                rows = []
+                for row in reader:
+                    if None in row or not row[KEY]:
+                        raise ValueError(f"line {reader.line_num} is no row of it")
+                    rows.append({key: value for key, value in row.items() if value})
+                return rows
         except (OSError, UnicodeError, csv.Error, ValueError) as error:
             raise ValueError(f"results={self.path}: not a CSV of results ({error}); give another file") from error
 

@@ -20,6 +20,7 @@ import train
 from sweep.cells import (
     FITTED,
     MATCHES,
+    STATUSES,
     UNEXPLAINED,
     AnalyticCell,
     Count,
@@ -201,6 +202,17 @@ def test_what_leaving_the_head_out_hides(counted: Counted) -> None:
     ratios = head_ratios(counted.facts, counted.cells)
     assert [f"{ratio.by_definition:.1f}" for ratio in ratios] == ["8.5", "7.5", "11.7", "23.9"]
     assert [f"{ratio.all_tensors:.1f}" for ratio in ratios] == ["2.7", "3.4", "6.0", "11.3"]
+
+
+def test_the_readme_says_what_is_found(counted: Counted) -> None:
+    readme = " ".join((Path(train.__file__).with_name("README.md")).read_text(encoding="utf-8").split())
+    tally = [sum(cell.verdict.status == status for cell in counted.cells) for status in STATUSES]
+    assert f"Of {len(counted.cells)} cells {tally[0]} match by definition, {tally[1]} only under a stated fit" in readme
+    assert f"{tally[2]} are unexplained" in readme
+    ratios = head_ratios(counted.facts, counted.cells)
+    for values in ([x.by_definition for x in ratios], [x.all_tensors for x in ratios]):
+        *first, last = [f"{value:.1f}" for value in values]
+        assert f"{', '.join(first)} and {last} times" in readme
 
 
 def test_a_changed_shape_changes_the_table() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pandas as pd
 import pytest
 from hydra import compose, initialize_config_dir
 
+from sweep import report
+from sweep.ablations import ABLATIONS, find_ablation
 from sweep.compare import best, comparable
 from sweep.runs import find_runs, read_runs
 from tests.cli import PROJECT
@@ -51,10 +54,41 @@ def test_every_row_is_the_run_that_its_overrides_make(name: str) -> None:
             assert config_hash(config) == row.config_hash, row.overrides
 
 
-@pytest.mark.parametrize("name", ["proxy.csv", "proxy_ablations.csv"])
-def test_nothing_in_a_row_is_a_place_on_the_machine_that_made_it(name: str) -> None:
-    text = (RESULTS / name).read_text()
-    assert str(Path.home()) not in text and "/tmp" not in text and str(PROJECT) not in text
+def test_no_result_names_a_place_on_the_machine_that_made_it() -> None:
+    files = [path for path in RESULTS.rglob("*") if path.suffix in (".csv", ".yaml", ".json", ".jsonl", ".md")]
+    assert len(files) > 60
+    for path in files:
+        assert not re.search(r"""(^|[\s"'=\[,])/\w""", path.read_text()), path
+
+
+def test_run_directories_of_the_figures_are_those_of_the_rows(runs: pd.DataFrame) -> None:
+    for folder, rows in (
+        ("runs", best(runs)),
+        ("ablations", read_runs(find_runs([RESULTS / "proxy_ablations.csv"]))),
+    ):
+        made = read_runs(find_runs([RESULTS / "proxy" / folder])).set_index("config_hash")
+        rows = rows.set_index("config_hash")
+        assert set(made.index) == set(rows.index)
+        for column in ("eval/loss", "comm/total_bytes", "paper/comm/total_bytes"):
+            assert (made[column] == rows[column].loc[made.index]).all()
+
+
+def test_ablations_differ_from_the_chosen_setting_in_one_thing(runs: pd.DataFrame) -> None:
+    ablations = read_runs(find_runs([RESULTS / "proxy_ablations.csv"]))
+    assert set(ablations["method"]) == {"tsr"} and set(ablations["seed"]) == {0}
+    for name, ablation in ABLATIONS.items():
+        (group,) = find_ablation(comparable(ablations, allow_mixed=False), ablation)
+        assert len(group) >= 2, name
+        (chosen,) = best(runs).query("method == 'tsr' and seed == 0")["config_hash"]
+        assert chosen in set(group["config_hash"]), name
+
+
+def test_the_table_in_the_readme_is_the_table_of_the_results(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text((PROJECT / "README.md").read_text())
+    arguments = [str(RESULTS / "proxy.csv"), "--best", "--out", str(tmp_path), "--readme", str(readme), "proxy"]
+    assert report.main(arguments) == 0
+    assert readme.read_text() == (PROJECT / "README.md").read_text()
 
 
 def test_all_methods_saw_the_same_tokens_and_only_the_baseline_sends_all(runs: pd.DataFrame) -> None:

@@ -77,7 +77,8 @@ def test_new_optimizer_is_one_file(tmp_path: Path) -> None:
 def test_files_and_overrides_that_it_names_exist() -> None:
     for folder in ("tsr/harness/", "models/", "data/", "sweep/", "tests/", "conf/"):
         assert f"    {folder}" in README and (ROOT / folder).is_dir()
-    assert (ROOT / "sweep/results/quickstart/loss_vs_bytes.png").is_file()
+    pictures = re.findall(r"\]\(([^\s)]+)\)", README)
+    assert len(pictures) >= 5 and all((ROOT / path).exists() for path in pictures)
     jobs = [line.split("#")[0].split() for line in README.splitlines() if re.match(r"    python train\.py [a-z]", line)]
     assert len(jobs) >= 3
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import json
 import os
 import random
 import shlex
@@ -39,11 +40,11 @@ def test_a_row_is_what_the_run_directory_says_without_what_is_local(tmp_path: Pa
     results = Results(str(tmp_path / "new" / "r.csv"))
     identity = read_summary(dry_run)["config_hash"]
     assert not results.has(identity)
-    results.add(dry_run, overrides=["optimizer=tsr", "data.paths=[a b]"])
+    results.add(dry_run, overrides=["optimizer=tsr", "data.paths=[a b]", "runs_dir=/home/me", "+data.cache_dir=/x"])
     assert results.has(identity) and not results.has(identity[:-1])
 
     (row,) = read(tmp_path / "new" / "r.csv")
-    assert shlex.split(row["overrides"]) == ["optimizer=tsr", "data.paths=[a b]"]
+    assert shlex.split(row["overrides"]) == ["optimizer=tsr", "data.paths=[a b]"], "places on this machine are left out"
     assert row["machine"] == read_summary(dry_run)["machine"] and "cores" in row["machine"]
     assert not {"config/runs_dir", "config/results", "config/logger.name", "config/data.cache_dir"} & set(row)
 
@@ -83,6 +84,41 @@ def test_runs_that_end_together_all_get_their_row(tmp_path: Path, dry_run: Path)
     assert sorted(row["run"] for row in read(path)) == sorted(run.name for run in copies)
 
 
+def test_an_incomplete_record_gets_no_row(tmp_path: Path, dry_run: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(dry_run, copy)
+    (copy / "summary.json").write_text('{"status": "done"}')
+    with pytest.raises(ValueError, match=r"copy is no finished run \(summary.json lacks .*resume=null runs it again"):
+        Results(str(tmp_path / "r.csv")).add(copy)
+    assert not (tmp_path / "r.csv").exists()
+
+
+def test_a_run_that_was_killed_before_its_row_was_written_gets_it_without_a_worker(
+    tmp_path: Path, dry_run: Path
+) -> None:
+    job = tiny_job(tmp_path)
+    status, text = call(*job, "dry_run=true")
+    assert status == 0, text
+    made = only_run(tmp_path / "runs")
+    config = (made / "config.yaml").read_text().replace("dry_run: true", "dry_run: false")
+    summary = read_summary(made) | {"eval/loss": 2.0, "eval/perplexity": 7.0}
+    shutil.rmtree(made)
+    finished = tmp_path / "finished"
+    finished.mkdir()
+    (finished / "config.yaml").write_text(config)
+    (finished / "summary.json").write_text(json.dumps(summary | {"config_hash": "set by hand"}))
+
+    directory = (f"hydra.run.dir={finished}", f"results={tmp_path / 'r.csv'}")
+    status, text = call(*job, *directory)  # fails if it starts a worker
+    assert status == 0 and "done already, skipped" in text, text
+    (row,) = read(tmp_path / "r.csv")
+    assert (row["run"], row["eval/loss"]) == ("finished", "2.0")
+
+    status, text = call(*job, *directory, f"resume={finished}")
+    assert status == 1 and "no checkpoint" in text, text
+    assert read(tmp_path / "r.csv") == [row]
+
+
 @pytest.mark.parametrize(
     ("value", "content", "message"),
     [
@@ -94,6 +130,13 @@ def test_runs_that_end_together_all_get_their_row(tmp_path: Path, dry_run: Path)
             "results={folder}/r.csv: not a CSV of results (it has no column config_hash); ",
         ),
         ("{folder}/r.csv", "", "results={folder}/r.csv: not a CSV of results (it has no column config_hash); "),
+        (
+            "{folder}/r.csv",
+            "run,config_hash\n<<<<<<< HEAD\n",
+            "results={folder}/r.csv: not a CSV of results (line 2 is no",
+        ),
+        ("{folder}/r.csv", "config_hash,run\na,b,c\n", "results={folder}/r.csv: not a CSV of results (line 2 "),
+        ("{folder}/r.csv/s.csv", "", "results={folder}/r.csv/s.csv: no file can be made there (File exists)"),
     ],
 )
 def test_what_is_no_file_of_results_is_refused(tmp_path: Path, value: str, content: str | None, message: str) -> None:

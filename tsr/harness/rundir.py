@@ -180,18 +180,18 @@ def _machine() -> str:
 
 
 def _git_commit() -> str | None:
-    """The commit of the code, with ``-dirty`` if the code differs from it; ``None`` outside a checkout.
+    """The last commit that changed code, with ``-dirty`` if the code differs from it; ``None`` outside a checkout.
 
-    Results and pages of text are no code: a sweep that adds to a committed CSV stays clean.
+    Results and pages of text are no code: a sweep that adds to a committed CSV stays clean, and its commit changes
+    nothing.
     """
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        command = ["git", "-C", str(Path(__file__).parent), *arguments, "--", ":/", ":!/sweep/results", ":!/*.md"]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
 
     try:
-        commit = git("rev-parse", "HEAD")
-        changes = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/sweep/results", ":!/*.md")
-        return f"{commit}-dirty" if changes else commit
+        commit = git("log", "-1", "--format=%H")
+        return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit
     except (OSError, subprocess.SubprocessError):
         return None
