@@ -42,12 +42,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and below it, in this order, `text` (an empty line ends a paragraph), tables and figures."""
+    """A heading and below it tables and figures."""
 
     title: str
     tables: tuple[Table, ...] = ()
     figures: tuple[Figure, ...] = ()
-    text: str = ""
 
 
 def page(title: str, sections: Sequence[Section]) -> str:
@@ -69,10 +68,9 @@ def page(title: str, sections: Sequence[Section]) -> str:
 
 
 def _section(section: Section) -> str:
-    paragraphs = [f"<p>{rich(' '.join(part.split()))}</p>" for part in section.text.split("\n\n") if part.strip()]
     tables = [table.html() for table in section.tables]
     figures = ['<div class="figures">', *map(_figure, section.figures), "</div>"] if section.figures else []
-    return "\n".join(("<section>", f"<h2>{rich(section.title)}</h2>", *paragraphs, *tables, *figures, "</section>"))
+    return "\n".join(("<section>", f"<h2>{rich(section.title)}</h2>", *tables, *figures, "</section>"))
 
 
 def _figure(figure: Figure) -> str:

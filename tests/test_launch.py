@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import Outcome, call, finish, only_run, read_metrics, read_summary, run, start, tiny_job
+from tsr.harness.launch import World, start_workers
 
 pytestmark = pytest.mark.distributed
 
@@ -66,6 +67,16 @@ def test_a_number_of_workers_other_than_torchruns_is_refused(tmp_path: Path, mon
     outcome = call(*tiny_job(tmp_path), "nproc=4")
     assert outcome == Outcome(1, "error: nproc=4, but the launcher started 2 workers; leave nproc out\n")
     assert not list((tmp_path / "runs").iterdir())
+
+
+def notify_itself(world: World, folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGUSR2)
+    (folder / f"worker{world.rank}").touch()
+
+
+def test_a_notice_of_a_time_limit_is_not_for_the_workers(tmp_path: Path) -> None:
+    start_workers(notify_itself, (tmp_path,), nproc=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"worker0", "worker1"}
 
 
 def start_and_wait(folder: Path) -> tuple[subprocess.Popen[str], Path, list[int]]:

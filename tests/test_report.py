@@ -8,8 +8,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import matplotlib.colors
-import matplotlib.image
 import numpy as np
 import pandas as pd
 import pytest
@@ -18,7 +16,6 @@ from sweep.compare import comparable, missing_seeds, with_ratios
 from sweep.report import main, table_of
 from sweep.results import Results
 from sweep.runs import find_runs, read_curves, read_runs
-from sweep.style import STYLES, method_style
 from tests.made_up import STEPS, make_run
 from tests.renderings import READERS
 
@@ -236,30 +233,6 @@ def test_a_missing_curve_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     code, out = run_report(tmp_path / "runs")
     assert code == 1 and not (out / "table.md").exists()
     assert str(file) in capsys.readouterr().err
-
-
-def has_colour(image: np.ndarray, colour: str) -> bool:
-    distance = np.abs(image[..., :3] - np.array(matplotlib.colors.to_rgb(colour))).max(axis=-1)
-    return int((distance < 0.02).sum()) > 50
-
-
-def test_the_figure_shows_every_method_in_its_colour(tmp_path: Path) -> None:
-    for index, method in enumerate(["beta", "tsr", "adamw"]):  # beta: known to nobody
-        make_run(tmp_path / "runs" / method, method, loss=4 + index / 5, step_bytes=8_000_000 // 4**index)
-    code, out = run_report(tmp_path / "runs")
-    assert code == 0
-    assert [row["method"] for row in rows((out / "table.md").read_text())] == ["adamw", "tsr", "beta"]
-    image = matplotlib.image.imread(out / "loss_vs_bytes.png")
-    assert 900 <= image.shape[1] <= 1100  # 3.3 inches at 300 dots an inch
-    for method in ("adamw", "tsr", "beta"):
-        assert has_colour(image, method_style(method)[0]), method
-    assert not has_colour(image, method_style("galore")[0])
-    assert (out / "loss_vs_bytes.pdf").read_bytes().startswith(b"%PDF")
-
-
-def test_colours_differ_between_known_methods() -> None:
-    assert len({colour for colour, _ in STYLES.values()}) == len(STYLES)
-    assert len({method_style(f"method{index}") for index in range(40)}) > 20
 
 
 # Statistics.

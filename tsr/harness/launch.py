@@ -122,6 +122,9 @@ def start_workers(function: Callable[..., None], arguments: tuple[Any, ...], *, 
 
 
 def _enter(rank: int, function: Callable[..., None], nproc: int, store: str, arguments: tuple[Any, ...]) -> None:
+    if hasattr(signal, "SIGUSR2"):
+        # Slurm's notice of a time limit reaches every process; submitit answers it in the one that started this worker.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         with raise_on_signals():
             function(World(rank, nproc, rank, nproc, store), *arguments)
