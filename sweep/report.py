@@ -152,9 +152,10 @@ def table_of(done: pd.DataFrame, missing: dict[str, dict[str, str]], *, notes: S
     groups = [group for _, group in done.groupby("label", sort=False)]
     lacking = [missing[group["label"].iloc[0]] for group in groups]
     columns: dict[str, list[str | Cell]] = {"method": [group["method"].iloc[0] for group in groups]}
+    done = done.assign(settings=done["settings"].str.replace(r"(, )?\boptimizer\.lr=[^,]*", "", regex=True))
     for name in ("settings", "mixed"):
-        if done[name].any():
-            columns[name] = [group[name].iloc[0] or NOTHING for group in groups]
+        if done[name].any():  # the learning rate has a column of its own
+            columns[name] = [done.at[group.index[0], name].removeprefix(", ") or NOTHING for group in groups]
     columns["n"] = [
         f"{len(group)} of {len(group) + len(seeds)}" if seeds else str(len(group))
         for group, seeds in zip(groups, lacking, strict=True)

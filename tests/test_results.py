@@ -180,3 +180,16 @@ def test_a_killed_sweep_goes_on_without_repeating_a_job_and_any_row_reproduces(t
     again = read_run(only_run(tmp_path / "again"))
     for key in ("config_hash", "eval/loss", "eval/perplexity", "tokens", "comm/total_bytes", "paper/comm/total_bytes"):
         assert row[key] == repr(again[key]).strip("'"), key
+
+
+@pytest.mark.distributed
+def test_under_torchrun_one_worker_adds_the_row_and_all_skip_it_then(tmp_path: Path) -> None:
+    job = [*tiny_job(tmp_path), f"results={tmp_path / 'r.csv'}"]
+    status, text = run(*job, torchrun=2)
+    assert status == 0, text
+    (row,) = read(tmp_path / "r.csv")
+    assert row["world_size"] == "2"
+    shutil.rmtree(tmp_path / "runs")
+    status, text = run(*job, torchrun=2)
+    assert status == 0 and text.count("done already, skipped: ") == 2, text
+    assert read(tmp_path / "r.csv") == [row] and not list((tmp_path / "runs").iterdir())
