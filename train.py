@@ -66,7 +66,7 @@ def main(cfg: DictConfig) -> None:
         run_job(cfg, directory)
     except (ValueError, OSError, OmegaConfBaseException, InstantiationException) as error:
         remove_if_empty(directory)
-        give_up(f"error: {explain(error)}")
+        give_up(f"error: {explain(error, cfg)}")
     except WorkersFailed as error:
         summary = RunDirectory(directory, {}).summary() or {}
         give_up(f"error: {summary.get('error', error)}; see {directory / 'train.log'}")

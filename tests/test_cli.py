@@ -56,6 +56,19 @@ BAD_VALUES = [
     ("logger.name=x", "logger must be wandb or none, got 'x'"),
     ("task.name=x", "task must be pretrain or finetune, got 'x'"),
     ("task=finetune", "task=finetune can only be counted so far; add dry_run=true, or take task=pretrain"),
+    (
+        "experiment=table3 source=nonsense",
+        r"refresh.linear: table3.interval has no 'nonsense'; there is paper, scripts$",
+    ),
+    (
+        "experiment=table6 model=llama_1b",
+        r"rank.linear: table6 has no 'llama_1b'; there is llama_60m, llama_130m, llama_350m$",
+    ),
+    (
+        "experiment=table4 table4.task=xyz",
+        r"\S+: table4.tasks has no 'xyz'; there is cola, stsb, mrpc, rte, sst2, mnli, qnli, qqp$",
+    ),
+    ("rank.linear=${nothing.here}", "rank.linear: nothing.here has no 'nothing'; there is no such table$"),
     ("~logger", "logger must be a group of keys, got None"),
     ("data.paths=[nowhere.txt]", "data.paths: 'nowhere.txt' does not exist; give a file or folder with text"),
     ("data.paths=[]", "data.paths is empty; give files or folders"),

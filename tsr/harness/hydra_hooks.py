@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from hydra.errors import CompactHydraException, InstantiationException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from tsr.harness.launch import external_world
 from tsr.harness.settings import run_name
@@ -49,10 +50,23 @@ class JobFailed(CompactHydraException):
     """A job of a sweep that did not end well. Hydra runs the others, and its exit status is 1 then."""
 
 
-def explain(error: Exception) -> str:
-    """The message of what a user did wrong, without Hydra's wrapping."""
+def explain(error: Exception, config: DictConfig) -> str:
+    """The message of what a user did wrong, in a line of ours where Hydra or OmegaConf wrap it."""
+    if isinstance(error, InterpolationKeyError) and (found := re.search("key '([^']+)' not found", str(error))):
+        return _missing_entry(config, found[1], wanted=error.full_key or "")
     cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
     return str(cause).strip() or type(cause).__name__
+
+
+def _missing_entry(config: DictConfig, key: str, *, wanted: str) -> str:
+    """What a table of the configuration lacks, and what it has: `wanted` is looked up there at `key`."""
+    node: Any = config
+    for depth, part in enumerate(parts := key.split(".")):
+        if not isinstance(node, DictConfig) or part not in node:
+            known = ", ".join(map(str, node)) if isinstance(node, DictConfig) and depth else "no such table"
+            return f"{wanted}: {'.'.join(parts[:depth]) or key} has no {part!r}; there is {known}"
+        node = OmegaConf.select(config, ".".join(parts[: depth + 1]))
+    return f"{wanted}: {key} is not set"
 
 
 def remove_if_empty(directory: Path) -> None:
