@@ -1,4 +1,4 @@
-"""Made-up run directories, of which every number is known beforehand."""
+"""Made-up run directories, of which every number is known beforehand, and reports on them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+
+from sweep import report
 
 STEPS = 40
 TOKENS = 1_000  # per step
@@ -69,3 +71,15 @@ def make_run(
     }
     (path / "summary.json").write_text(json.dumps({**measured, **(summary or {})}))
     return path
+
+
+def rows(markdown: str) -> list[dict[str, str]]:
+    """The first table of a markdown text, a dictionary for each row."""
+    lines = [line for line in markdown.split("\n\n")[1].splitlines() if line.startswith("|")]
+    header, _, *body = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [dict(zip(header, line, strict=True)) for line in body]
+
+
+def run_report(runs: Path, *options: str) -> tuple[int, Path]:
+    out = runs.parent / "report"
+    return report.main([str(runs), "--out", str(out), *options]), out

@@ -17,9 +17,7 @@ def read_markdown(text: str) -> Read:
 
 
 def read_latex(text: str) -> Read:
-    (header, body) = re.search(
-        r"\\toprule\n(.*) \\tabularnewline\n\\midrule\n(.*)\n\\bottomrule", text, re.DOTALL
-    ).groups()  # type: ignore[union-attr]
+    ((header, body),) = re.findall(r"\\toprule\n(.*) \\tabularnewline\n\\midrule\n(.*)\n\\bottomrule", text, re.DOTALL)
     titles = [
         re.sub(r"\\shortstack\[.\]\{(.*)\}", lambda found: found[1].replace(r"\\", " "), cell)
         for cell in _split(header)
