@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         curves = None if any(map(is_results, paths)) else read_curves(done)
         for drawn in draw_report(done, curves, options.out, only=options.only):
             print(f"{drawn.png}: {drawn.caption}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         choice = {"only_best": options.best, "allow_edge": options.allow_edge}
         text = report(options.runs, options.out, allow_mixed=options.allow_mixed, readme=options.readme, **choice)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(text)

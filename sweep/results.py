@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,8 @@ class Results:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ValueError(f"results={path}: no file can be made there ({error.strerror})") from error
+            if not os.access(self.path.parent, os.W_OK):
+                raise ValueError(f"results={path}: no file can be made there (not writable)")
         self._read()
 
     def has(self, config_hash: str) -> bool:

@@ -251,3 +251,11 @@ def test_a_csv_of_results_does_as_well(tmp_path: Path) -> None:
     pictures = [file.name for file in out.glob("*.png")]
     assert "loss_vs_bytes_per_step.png" in pictures and "loss_vs_bytes.png" not in pictures  # which needs curves
     assert (out / "report.html").read_text().count("<img") == len(pictures)
+
+
+def test_a_place_where_no_report_can_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "runs")
+    (tmp_path / "report").write_text("a file")
+    assert run_report(tmp_path / "runs")[0] == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and str(tmp_path / "report") in error and len(error.splitlines()) == 1

@@ -13,6 +13,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -82,6 +83,11 @@ def test_runs_that_end_together_all_get_their_row(tmp_path: Path, dry_run: Path)
     with ThreadPoolExecutor(12) as threads:
         list(threads.map(lambda run: Results(str(path)).add(run), copies))
     assert sorted(row["run"] for row in read(path)) == sorted(run.name for run in copies)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with mock.patch("os.access", return_value=False), pytest.raises(ValueError, match=r"r\.csv: .*\(not writable\)"):
+        Results(str(tmp_path / "r.csv"))
 
 
 def test_an_incomplete_record_gets_no_row(tmp_path: Path, dry_run: Path) -> None:
@@ -180,6 +186,11 @@ def test_a_killed_sweep_goes_on_without_repeating_a_job_and_any_row_reproduces(t
     again = read_run(only_run(tmp_path / "again"))
     for key in ("config_hash", "eval/loss", "eval/perplexity", "tokens", "comm/total_bytes", "paper/comm/total_bytes"):
         assert row[key] == repr(again[key]).strip("'"), key
+
+    other = [*tiny_job(tmp_path), f"optimizer={again['method']}", "seed=9", f"results={path}"]
+    outcome = run(*other, f"resume={only_run(tmp_path / 'again')}", "trainer.steps=8")
+    assert outcome.status == 0, outcome.text
+    assert read(path) == rows, "what another run's checkpoint began is not the run that the configuration describes"
 
 
 @pytest.mark.distributed
