@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 PIP := $(VENV)/bin/pip
 STAMP := $(VENV)/.installed
 UV := uv==0.13.9
-PROJECT := -c constraints.txt -e '.[dev,slurm]'
+PROJECT := -c constraints.txt -e '.[dev,glue,slurm]'
 
 # Whose figures `make figures` draws: run directories, or folders of some. By default those of the committed results.
 RUNS ?= sweep/results/proxy/runs

@@ -26,10 +26,9 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
-from torch import Tensor, nn
+from torch import nn
 
 import data
-from models import next_token_losses
 from sweep.results import Results
 from tsr import Communicator
 from tsr.blocks import describe
@@ -48,11 +47,12 @@ from tsr.harness.launch import (
     reason,
     start_workers,
 )
-from tsr.harness.loop import Trainer
+from tsr.harness.loop import Trainer, describe_evaluation
 from tsr.harness.mirror import Mirror
 from tsr.harness.rundir import LOGGER, RunDirectory, provenance
 from tsr.harness.settings import JobSettings, Schedule, TrainerSettings, from_group
 from tsr.harness.summary import summarise
+from tsr.harness.tasks import TASKS
 
 Config = dict[str, Any]
 register_resolvers()
@@ -100,8 +100,8 @@ def run_job(cfg: DictConfig, directory: Path) -> None:
 
 def start(config: Config, run: RunDirectory, expected: dict[str, list[Any]], world: World | None) -> None:
     """Prepare the data, then start the workers and wait for them, or be one of an external launcher's."""
-    prepared = data.prepare(instantiate(config["data"]), vocab_size=config["model"]["vocab_size"])
-    last = config["trainer"]["steps"]
+    prepared = TASKS[config["task"]["name"]].prepare(config)
+    last = TrainerSettings(**config["trainer"]).count_steps(len(prepared.train))
     find = partial(checkpoint.find, config["resume"], run.checkpoints, expected, text=prepared.identity, steps=last)
     found = find()
     if world is not None:
@@ -128,15 +128,14 @@ def check(config: Config) -> dict[str, list[Any]]:
         raise ValueError(f"nproc={job.nproc}, but the launcher started {world.size} workers; leave nproc out")
     settings = from_group(TrainerSettings, config, "trainer")
     settings.check_world(job.workers)
-    from_group(Schedule, config, "schedule", steps=settings.steps)
+    from_group(Schedule, config, "schedule", steps=1)
     pick_device(config["device"], local_rank=0, local_size=world.local_size if world else job.nproc)
-    for group, known in (("task", ["pretrain", "finetune"]), ("logger", ["wandb", "none"])):
+    for group, known in (("task", [*TASKS]), ("logger", ["wandb", "none"])):
         if config[group].get("name") not in known:
             raise ValueError(f"{group} must be {' or '.join(known)}, got {config[group].get('name')!r}")
-    if config["task"]["name"] == "finetune" and not job.dry_run:
-        raise ValueError("task=finetune can only be counted so far; add dry_run=true, or take task=pretrain")
-    model = build_model(config, "meta")
-    length, positions = instantiate(config["data"]).sequence_length, config["model"]["max_positions"]
+    source, model = instantiate(config["data"]), build_model(config, "meta")
+    TASKS[config["task"]["name"]].check(config, model)
+    length, positions = source.sequence_length, config["model"]["max_positions"]
     if length > positions:
         raise ValueError(f"data.sequence_length={length} exceeds model.max_positions={positions}; raise that one")
     return checkpoint.signature(model, build_optimizer(config, model, from_group(Communicator, config, "comm")))
@@ -154,11 +153,6 @@ def build_optimizer(config: Config, model: nn.Module, communicator: Communicator
     choices = {key: value for key, value in config["optimizer"].items() if key != "name"}
     make = instantiate(choices, _partial_=True)
     return make(model, communicator=communicator, seed=config["seed"], **groups)
-
-
-def next_token(model: nn.Module, batch: data.Batch) -> Tensor:
-    """Losses of the tokens that follow, 0 where rows are padded."""
-    return next_token_losses(model(batch.tokens), batch.tokens, batch.lengths)
 
 
 def work(world: World, config: Config, directory: Path, prepared: data.Prepared, found: Checkpoint | None) -> None:
@@ -193,7 +187,10 @@ def train(
     model = build_model(config, device)
     communicator.broadcast([*model.parameters(), *model.buffers()])
     optimizer = build_optimizer(config, model, communicator)
+    task = TASKS[config["task"]["name"]]
     settings = TrainerSettings(**config["trainer"])
+    last = settings.count_steps(len(prepared.train))
+    scores = task.scores(config, prepared)
     if first:
         source = found.path.parent.parent / "metrics.jsonl" if found else None
         checkpoint.drop_others(run.checkpoints, found)
@@ -208,14 +205,14 @@ def train(
     trainer = Trainer(
         model,
         optimizer,
-        next_token,
+        task.objective,
         steps=lambda step: data.training_steps(
             prepared.train,
             data_seed=config["data_seed"],
             global_batch=settings.global_batch,
             micro_batch=micro_batch,
             first_step=step,
-            last_step=settings.steps,
+            last_step=last,
             num_workers=config["data"]["num_workers"],
             **place,
         ),
@@ -226,25 +223,31 @@ def train(
             max_rows=settings.eval_rows,
             **place,
         ),
+        last=last,
         settings=settings,
-        schedule=Schedule(**config["schedule"], steps=settings.steps),
+        schedule=Schedule(**config["schedule"], steps=last),
         lr=config["optimizer"]["lr"],
+        seed=config["seed"],
         text=prepared.identity,
         run=run,
+        scores=scores,
         mirror=mirror,
     )
     if found:
         trainer.restore(found)
     trainer.fit()
     if mirror:
-        summary = summarise(config, optimizer, model, communicator.ledger, world_size=communicator.world_size) | {
+        if scores:
+            scores.write(run.path / "predictions", trainer.answers)
+        size = {"steps": last, "world_size": communicator.world_size}
+        summary = summarise(config, optimizer, model, communicator.ledger, **size) | {
             **{key: value for key, value in trainer.progress.items() if key not in ("step", "seconds")},
             **trainer.last_evaluation,
             "data": prepared.record,
             "duration_s": trainer.progress["seconds"],
         }
         run.finish(summary)
-        LOGGER.info("done: eval loss %.4f, perplexity %.2f; %s", *list(trainer.last_evaluation.values())[:2], run.path)
+        LOGGER.info("done: %s; %s", describe_evaluation(trainer.last_evaluation), run.path)
         mirror.finish(summary, communicator.ledger.table())
 
 
@@ -264,13 +267,15 @@ def dry_run(config: Config, run: RunDirectory) -> None:
 def count(config: Config) -> dict[str, Any]:
     """The summary of a dry run: bytes and memory of the job, on meta tensors."""
     start = time.perf_counter()
-    workers, settings = JobSettings.of(config).workers, TrainerSettings(**config["trainer"])
+    workers = JobSettings.of(config).workers
+    settings = TrainerSettings(**config["trainer"])
+    steps = settings.count_steps(TASKS[config["task"]["name"]].rows(config))
     with fake_workers(workers):
         model = build_model(config, "meta")
         optimizer = build_optimizer(config, model, Communicator(**config["comm"]))
-        ledger = count_bytes(optimizer, steps=settings.steps)
-    positions = settings.steps * settings.global_batch * config["data"]["sequence_length"]
-    return summarise(config, optimizer, model, ledger, world_size=workers) | {
+        ledger = count_bytes(optimizer, steps=steps)
+    positions = steps * settings.global_batch * config["data"]["sequence_length"]
+    return summarise(config, optimizer, model, ledger, steps=steps, world_size=workers) | {
         "tokens": positions,  # a dry run reads no text: rows count as full
         "positions": positions,
         "duration_s": time.perf_counter() - start,

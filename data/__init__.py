@@ -1,4 +1,4 @@
-"""From a corpus to the rows of tokens that each worker trains on.
+"""From a corpus, or labelled examples, to the rows of tokens that each worker trains on.
 
 Notation, used throughout the package::
 
@@ -16,46 +16,59 @@ rank its part of each global batch, as a function of (data seed, step, index in 
 number of workers nor a restart changes what a step sees.
 
 Modules: :mod:`~data.config` (what a user may ask for), :mod:`~data.corpora` (documents), :mod:`~data.tokenizer`,
-:mod:`~data.rows` (the files), :mod:`~data.batches` (serving).
+:mod:`~data.rows` (the files), :mod:`~data.batches` (serving). For fine-tuning: :mod:`~data.glue` (the tasks and their
+sentences), :mod:`~data.examples` (rows with labels), :mod:`~data.scores` (metrics and predictions).
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from data.batches import Batch, GlobalStep, evaluation_batches, training_steps
+from data.batches import GlobalStep, evaluation_batches, training_steps
 from data.config import DataConfig, TokenizerConfig
 from data.corpora import open_corpus
-from data.rows import Rows, prepare_rows
+from data.examples import Examples, GlueConfig, LabelledBatch, prepare_examples
+from data.rows import Batch, Rows, prepare_rows
+from data.scores import Scores
 from data.tokenizer import open_tokenizer
 
 __all__ = [
     "Batch",
     "DataConfig",
+    "Examples",
     "GlobalStep",
+    "GlueConfig",
+    "LabelledBatch",
     "Prepared",
     "Rows",
+    "Scores",
     "TokenizerConfig",
     "evaluation_batches",
     "prepare",
+    "prepare_glue",
     "training_steps",
 ]
 
 
+Rowlike = TypeVar("Rowlike", Rows, Examples)
+
+
 @dataclass(frozen=True)
-class Prepared:
-    """A corpus ready for training.
+class Prepared(Generic[Rowlike]):
+    """A corpus, or a labelled task, ready for training.
 
     ``record`` is plain JSON for the run record: ``name``, ``corpus_sha256``, ``tokenizer_sha256``,
-    ``tokenizer_vocabulary`` (pieces), ``rows`` (the layout), ``sequence_length``, and for ``train`` and ``validation``
-    their ``rows``, ``tokens``, ``positions`` and ``loss_tokens``.
+    ``tokenizer_vocabulary`` (pieces), ``sequence_length``, and for ``train`` and ``validation`` their ``rows``,
+    ``tokens``, ``positions`` and ``loss_tokens``; further ``rows`` (the layout) of a corpus, and of a task what
+    :func:`data.examples.prepare_examples` lists.
     """
 
     folder: Path
-    train: Rows
-    validation: Rows
+    train: Rowlike
+    validation: Rowlike
     record: dict[str, Any]
 
     @property
@@ -64,7 +77,7 @@ class Prepared:
         return {key: self.record[key] for key in ("corpus_sha256", "tokenizer_sha256")}
 
 
-def prepare(config: DataConfig, *, vocab_size: int) -> Prepared:
+def prepare(config: DataConfig, *, vocab_size: int) -> Prepared[Rows]:
     """Make the rows that ``config`` describes, or find them in the cache.
 
     ``vocab_size`` is the model's. Safe to call from all ranks at once: one works, the others wait for it.
@@ -82,3 +95,11 @@ def prepare(config: DataConfig, *, vocab_size: int) -> Prepared:
         )
     folder, record = prepare_rows(config, corpus, tokenizer)
     return Prepared(folder=folder, train=Rows(folder, "train"), validation=Rows(folder, "validation"), record=record)
+
+
+def prepare_glue(config: GlueConfig, *, tokenizer: Path, vocab_size: int, pad_token: int) -> Prepared[Examples]:
+    """Make the labelled rows that ``config`` describes, or find them in the cache; see `data.examples.prepare_examples`
+    for arguments and errors."""
+    folder = prepare_examples(config, tokenizer=tokenizer, vocab_size=vocab_size, pad_token=pad_token)
+    record = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    return Prepared(folder, Examples(folder, "train"), Examples(folder, "validation"), record)

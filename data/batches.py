@@ -1,41 +1,46 @@
 """Serving: which row is where in which global batch, and each rank's part of it.
 
 Global batch ``step`` (from 1) of B rows holds the positions (step - 1) B to step B - 1 of one endless sequence of rows:
-epoch after epoch, each in its own random order. A rank takes a contiguous slice of the batch. So the content of a step
-depends on (data seed, step) alone, not on the ranks, the loader's workers, or where the run was started, and there is
-no loader state to save.
+epoch after epoch, each in its own random order. Where epochs are whole, as for labelled examples, a batch does not
+reach into the next epoch: the last one holds what is left. A rank takes a contiguous slice of the batch. So the content
+of a step depends on (data seed, step) alone, not on the ranks, the loader's workers, or where the run was started, and
+there is no loader state to save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from data.rows import Rows
 
+class Source(Protocol):
+    """Rows to serve, `data.rows.Rows` or `data.examples.Examples`.
 
-@dataclass(frozen=True)
-class Batch:
-    """Rows for one forward pass: ``tokens`` int64 [b, T]; the first ``lengths`` (int64 [b]) of each row are real."""
+    ``whole_epochs``: a batch never holds rows of two epochs. ``by_length``: rows have no common length, so that those
+    of like length are put into one micro-batch.
+    """
 
-    tokens: torch.Tensor
-    lengths: torch.Tensor
+    whole_epochs: bool
+    by_length: bool
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
 
     @property
-    def loss_tokens(self) -> int:
-        """Positions that have a next token to predict."""
-        return int(self.lengths.sum()) - len(self.lengths)
+    def lengths(self) -> NDArray[Any]: ...
 
-    def to(self, device: torch.device) -> Batch:
-        """The same rows on ``device``."""
-        return Batch(self.tokens.to(device), self.lengths.to(device))
+    def collate(self, rows: Sequence[Any]) -> Any: ...
+
+    def count(self, indices: NDArray[np.int64]) -> tuple[int, int, int]: ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class GlobalStep:
     and the real tokens, positions and loss tokens of the whole batch, over all ranks."""
 
     step: int
-    micro_batches: list[Batch]
+    micro_batches: list[Any]
     tokens: int
     positions: int
     loss_tokens: int
@@ -59,8 +64,14 @@ def permutation(rows: int, *, data_seed: int, epoch: int) -> NDArray[Any]:
     return order
 
 
-def step_rows(step: int, *, rows: int, data_seed: int, global_batch: int) -> NDArray[np.int64]:
-    """The rows of global batch ``step`` (from 1), in order, [global_batch]."""
+def step_rows(
+    step: int, *, rows: int, data_seed: int, global_batch: int, whole_epochs: bool = False
+) -> NDArray[np.int64]:
+    """The rows of global batch ``step`` (from 1), in order: [global_batch], or fewer at the end of a whole epoch."""
+    if whole_epochs:
+        epoch, place = divmod(step - 1, steps_of_epoch(rows, global_batch=global_batch))
+        order = permutation(rows, data_seed=data_seed, epoch=epoch)
+        return order[place * global_batch : (place + 1) * global_batch].astype(np.int64)
     positions = np.arange((step - 1) * global_batch, step * global_batch, dtype=np.int64)
     epochs, offsets = np.divmod(positions, rows)
     parts = [
@@ -70,22 +81,27 @@ def step_rows(step: int, *, rows: int, data_seed: int, global_batch: int) -> NDA
     return np.concatenate(parts).astype(np.int64)
 
 
+def steps_of_epoch(rows: int, *, global_batch: int) -> int:
+    """Batches that hold every row once; the last one may be smaller."""
+    return math.ceil(rows / global_batch)
+
+
 def rank_slice(count: int, *, rank: int, world_size: int) -> range:
     """A rank's part of ``count`` things; parts differ by one at most, and with too few things some ranks get none."""
     return range(count * rank // world_size, count * (rank + 1) // world_size)
 
 
-def _chunks(indices: list[int], size: int) -> Iterator[list[int]]:
-    return (indices[start : start + size] for start in range(0, len(indices), size))
-
-
-def _collate(samples: list[tuple[torch.Tensor, int]]) -> Batch:
-    tokens, lengths = zip(*samples, strict=True)
-    return Batch(torch.stack(tokens), torch.tensor(lengths, dtype=torch.int64))
+def _own(source: Source, indices: NDArray[np.int64], size: int, *, rank: int, world_size: int) -> list[list[int]]:
+    """A rank's part of ``indices``, in micro-batches of ``size`` rows, the last one of what is left."""
+    part = rank_slice(len(indices), rank=rank, world_size=world_size)
+    own = indices[part.start : part.stop]
+    if source.by_length:
+        own = own[np.argsort(source.lengths[own], kind="stable")]
+    return [own[start : start + size].tolist() for start in range(0, len(own), size)]
 
 
 def training_steps(
-    rows: Rows,
+    source: Source,
     *,
     data_seed: int,
     global_batch: int,
@@ -101,39 +117,42 @@ def training_steps(
     Starting in the middle costs nothing. ``num_workers`` processes read ahead; the sequence is the same for any number.
     """
     assert first_step >= 1 and global_batch >= 1 and micro_batch >= 1 and 0 <= rank < world_size
-    mine = rank_slice(global_batch, rank=rank, world_size=world_size)
 
     def whole_batch(step: int) -> NDArray[np.int64]:
-        return step_rows(step, rows=len(rows), data_seed=data_seed, global_batch=global_batch)
+        return step_rows(
+            step,
+            rows=len(source),
+            data_seed=data_seed,
+            global_batch=global_batch,
+            whole_epochs=source.whole_epochs,
+        )
 
-    def micro_batches(step: int) -> Iterator[list[int]]:
-        return _chunks(whole_batch(step)[mine.start : mine.stop].tolist(), micro_batch)
-
+    own = partial(_own, source, size=micro_batch, rank=rank, world_size=world_size)
     steps = range(first_step, last_step + 1)
-    loader = DataLoader(
-        rows,
-        batch_sampler=(indices for step in steps for indices in micro_batches(step)),
-        collate_fn=_collate,
+    loader: DataLoader[Any] = DataLoader(
+        source,  # type: ignore[arg-type]  # a dataset by its methods, not by its class
+        batch_sampler=(indices for step in steps for indices in own(whole_batch(step))),
+        collate_fn=source.collate,
         num_workers=num_workers,
         generator=torch.Generator(),  # the loader draws a seed for its workers: not from the global generator
     )
     batches = iter(loader)
     for step in steps:
-        lengths = rows.lengths[whole_batch(step)]
-        tokens = int(lengths.sum(dtype=np.int64))
+        indices = whole_batch(step)
+        tokens, positions, loss_tokens = source.count(indices)
         yield GlobalStep(
             step=step,
-            micro_batches=[next(batches) for _ in range(0, len(mine), micro_batch)],
+            micro_batches=[next(batches) for _ in own(indices)],
             tokens=tokens,
-            positions=global_batch * rows.sequence_length,
-            loss_tokens=tokens - global_batch,
+            positions=positions,
+            loss_tokens=loss_tokens,
         )
 
 
 def evaluation_batches(
-    rows: Rows, *, micro_batch: int, rank: int, world_size: int, max_rows: int | None = None
-) -> Iterator[Batch]:
+    source: Source, *, micro_batch: int, rank: int, world_size: int, max_rows: int | None = None
+) -> Iterator[Any]:
     """This rank's part of the first ``max_rows`` rows (None: all); over all ranks, every row exactly once."""
-    count = len(rows) if max_rows is None else min(max_rows, len(rows))
-    for indices in _chunks(list(rank_slice(count, rank=rank, world_size=world_size)), micro_batch):
-        yield _collate([rows[index] for index in indices])
+    count = len(source) if max_rows is None else min(max_rows, len(source))
+    for part in _own(source, np.arange(count), micro_batch, rank=rank, world_size=world_size):
+        yield source.collate([source[index] for index in part])

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
-def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{key} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def _check_at_least(key: str, value: object, least: int) -> None:
+def check_at_least(key: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{key} must be a whole number of at least {least}, got {value!r}")
 
 
-def _check_text(key: str, value: object) -> None:
+def check_text(key: str, value: object) -> None:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{key} must be a text, got {value!r}")
 
@@ -29,9 +29,9 @@ class TokenizerConfig:
     vocab_size: int = 2048
 
     def __post_init__(self) -> None:
-        _check_at_least("data.tokenizer.vocab_size", self.vocab_size, 1)
+        check_at_least("data.tokenizer.vocab_size", self.vocab_size, 1)
         if self.path is not None:
-            _check_text("data.tokenizer.path", self.path)
+            check_text("data.tokenizer.path", self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +73,16 @@ class DataConfig:
     revision: str = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
 
     def __post_init__(self) -> None:
-        _check_choice("data.name", self.name, ("stdlib", "text", "c4"))
-        _check_choice("data.rows", self.rows, ("packed", "document"))
-        _check_choice("data.document", self.document, ("line", "file"))
-        _check_at_least("data.sequence_length", self.sequence_length, 2)
-        _check_at_least("data.num_workers", self.num_workers, 0)
+        check_choice("data.name", self.name, ("stdlib", "text", "c4"))
+        check_choice("data.rows", self.rows, ("packed", "document"))
+        check_choice("data.document", self.document, ("line", "file"))
+        check_at_least("data.sequence_length", self.sequence_length, 2)
+        check_at_least("data.num_workers", self.num_workers, 0)
         for key in ("max_train_rows", "max_validation_rows"):
             if getattr(self, key) is not None:
-                _check_at_least(f"data.{key}", getattr(self, key), 1)
+                check_at_least(f"data.{key}", getattr(self, key), 1)
         for key in ("cache_dir", "text_field", "repository", "subset", "revision"):
-            _check_text(f"data.{key}", getattr(self, key))
+            check_text(f"data.{key}", getattr(self, key))
         if self.name == "c4":
             if self.max_train_rows is None:
                 raise ValueError(

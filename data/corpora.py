@@ -226,7 +226,7 @@ class HubCorpus:
             yield text
 
 
-def _http_error() -> type[Exception]:
+def http_error() -> type[Exception]:
     """What a broken connection may raise besides OSError: the error of the Hub's HTTP client, whichever that is."""
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -258,7 +258,7 @@ class HubDocuments:
                         f"{self._corpus.repository}; its fields are {', '.join(record)}"
                     )
                 yield text
-        except (OSError, _http_error()) as error:
+        except (OSError, http_error()) as error:
             raise ConnectionError(
                 f"data=c4: cannot read {self._corpus.repository} ({type(error).__name__}: {error}). Without a network, "
                 "point HF_HOME to a cache that holds it, set data.repository to the folder of a local copy, or use "

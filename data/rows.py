@@ -14,8 +14,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -40,8 +41,28 @@ DOCUMENTS_AT_ONCE = 512  # tokenised together; also how much work a kill can los
 VALIDATION_SEED = 0
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Rows for one forward pass: ``tokens`` int64 [b, T]; the first ``lengths`` (int64 [b]) of each row are real."""
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+
+    @property
+    def loss_tokens(self) -> int:
+        """Positions that have a next token to predict."""
+        return int(self.lengths.sum()) - len(self.lengths)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same rows on ``device``."""
+        return Batch(self.tokens.to(device), self.lengths.to(device))
+
+
 class Rows(Dataset[tuple[torch.Tensor, int]]):
     """The rows of one split, read from disk as they are asked for. Picklable; each process maps the files itself."""
+
+    whole_epochs = False
+    by_length = False
 
     def __init__(self, folder: Path | str, split: Split) -> None:
         meta = json.loads((Path(folder) / "meta.json").read_text(encoding="utf-8"))
@@ -61,6 +82,16 @@ class Rows(Dataset[tuple[torch.Tensor, int]]):
             self._tokens = self._map("tokens", self._dtype, (self._count, self.sequence_length))
         return torch.from_numpy(self._tokens[index].astype(np.int64)), int(self.lengths[index])
 
+    def collate(self, rows: Sequence[tuple[torch.Tensor, int]]) -> Batch:
+        """Rows as one batch."""
+        tokens, lengths = zip(*rows, strict=True)
+        return Batch(torch.stack(tokens), torch.tensor(lengths, dtype=torch.int64))
+
+    def count(self, indices: NDArray[np.int64]) -> tuple[int, int, int]:
+        """Real tokens, positions and loss tokens of these rows."""
+        tokens = int(self.lengths[indices].sum(dtype=np.int64))
+        return tokens, len(indices) * self.sequence_length, tokens - len(indices)
+
     @property
     def lengths(self) -> NDArray[np.uint32]:
         """Real tokens of each row, [N]."""
@@ -76,10 +107,7 @@ class Rows(Dataset[tuple[torch.Tensor, int]]):
 
 
 def prepare_rows(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> tuple[Path, dict[str, Any]]:
-    """Find or make the folder of rows; returns it and its record (see :class:`data.Prepared`).
-
-    The folder appears complete or not at all. Processes that ask at once wait for the one that works.
-    """
+    """Find or make the folder of rows; returns it and its record (see :class:`data.Prepared`)."""
     determines = {
         "format": FORMAT,
         "corpus": corpus.fingerprint,
@@ -98,19 +126,30 @@ def prepare_rows(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> tu
             )
         },
     }
-    key = hashlib.sha256(json.dumps(determines, sort_keys=True).encode()).hexdigest()[:16]
-    cache = Path(config.cache_dir)
-    folder = cache / key
-    if not folder.exists():
-        with FileLock(cache / f"{key}.lock"):
-            if not folder.exists():
-                log.info("preparing %s into %s", config.name, folder)
-                partial = cache / f"{key}.partial"
-                partial.mkdir(exist_ok=True)
-                _make(partial, config, corpus, tokenizer)
-                os.replace(partial, folder)
+    folder = made_once(config.cache_dir, determines, partial(_make, config=config, corpus=corpus, tokenizer=tokenizer))
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     return folder, {key: value for key, value in meta.items() if key != "dtype"}
+
+
+def made_once(cache_dir: str, determines: Mapping[str, Any], make: Callable[[Path], None]) -> Path:
+    """The folder of the cache that ``determines``, plain JSON, describes, made by ``make`` if it is not there.
+
+    It appears complete or not at all; ``make`` finds in it what a killed attempt left. Processes that ask at once wait
+    for the one that works.
+    """
+    key = hashlib.sha256(json.dumps(determines, sort_keys=True).encode()).hexdigest()[:16]
+    cache = Path(cache_dir)
+    folder = cache / key
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{key}.lock"):
+            if not folder.exists():
+                log.info("preparing %s", folder)
+                unfinished = cache / f"{key}.partial"
+                unfinished.mkdir(exist_ok=True)
+                make(unfinished)
+                os.replace(unfinished, folder)
+    return folder
 
 
 def _make(folder: Path, config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> None:
@@ -136,7 +175,7 @@ def _make(folder: Path, config: DataConfig, corpus: Corpus, tokenizer: Tokenizer
         "train": train,
         "validation": validation,
     }
-    _write_json(folder / "meta.json", meta)
+    write_json(folder / "meta.json", meta)
     (folder / "progress.json").unlink()  # exists, for there are rows
 
 
@@ -161,7 +200,7 @@ def _count(folder: Path, split: Split, layout: Layout) -> dict[str, int]:
     }
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
     os.replace(temporary, path)
@@ -291,5 +330,5 @@ def _write_train(folder: Path, corpus: Corpus, layout: Layout, max_rows: int | N
                 os.fsync(file.fileno())
             written = len(block.tokens[:room])
             progress = Progress(progress.rows + written, block.leftover, documents.state_dict())
-            _write_json(progress_file, vars(progress))
+            write_json(progress_file, vars(progress))
             bar.update(written)

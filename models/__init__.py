@@ -1,7 +1,8 @@
 """Models trained by the harness.
 
 What is here: `llama.py`, the LLaMA decoder in plain torch with its loss, its construction from `conf/model/*.yaml` and
-its exchange of weights with transformers; `encoder.py`, transformers' encoders with a classifier, for fine-tuning.
+its exchange of weights with transformers; `encoder.py`, transformers' encoders with a classifier, for fine-tuning, and
+`pretrained.py`, which finds their weights.
 
 Notation, used in every docstring of this package:
 
@@ -11,7 +12,7 @@ Notation, used in every docstring of this package:
     H   hidden size
     N   attention heads, each of size D = H / N
 
-A model class carries `ROLES`, which says by parameter name what each parameter is (embedding, head, linear, vector):
+A model carries `ROLES`, which says by parameter name what each parameter is (embedding, head, linear, vector):
 the optimizer treats a parameter by its role, never by its shape.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from models.encoder import Encoder, EncoderConfig
 from models.llama import Llama, LlamaConfig, build, load_safetensors, next_token_losses, save_safetensors
+from models.pretrained import locate
 
 __all__ = [
     "Encoder",
@@ -27,6 +29,7 @@ __all__ = [
     "LlamaConfig",
     "build",
     "load_safetensors",
+    "locate",
     "next_token_losses",
     "save_safetensors",
 ]

@@ -30,7 +30,10 @@ import train
 from tsr.harness import checkpoint
 from tsr.harness.hydra_hooks import plain
 from tsr.harness.launch import World
+from tsr.harness.loop import Objective
 from tsr.harness.rundir import LOGGER, RunDirectory, read_rows
+from tsr.harness.settings import TrainerSettings
+from tsr.harness.tasks import TASKS
 
 Config = dict[str, Any]
 
@@ -135,9 +138,8 @@ def run_job(config: Config, directory: Path, prepared: data.Prepared) -> None:
     found = None
     if this_rank() == 0:  # the others learn it from the first
         folder = RunDirectory(directory, config).checkpoints
-        found = checkpoint.find(
-            config["resume"], folder, train.check(config), text=prepared.identity, steps=config["trainer"]["steps"]
-        )
+        last = TrainerSettings(**config["trainer"]).count_steps(len(prepared.train))
+        found = checkpoint.find(config["resume"], folder, train.check(config), text=prepared.identity, steps=last)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     log = (list(LOGGER.handlers), LOGGER.level, LOGGER.propagate)
     try:
@@ -241,11 +243,15 @@ def stopping_before(steps: int) -> Iterator[None]:
     """While this holds, a job ends with `Stopped` within the step after it has made so many, on all workers alike."""
     calls = itertools.count(1)
 
-    def objective(model: nn.Module, batch: data.Batch) -> Tensor:
-        if model.training and next(calls) > steps:
-            raise Stopped
-        return next_token(model, batch)
+    def stopping(objective: Objective) -> Objective:
+        def stopped(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
+            if model.training and next(calls) > steps:
+                raise Stopped
+            return objective(model, batch)
 
-    next_token = train.next_token
-    with mock.patch.object(train, "next_token", objective):
+        return stopped
+
+    with contextlib.ExitStack() as stack:
+        for task in TASKS.values():
+            stack.enter_context(mock.patch.object(task, "objective", stopping(task.objective)))
         yield

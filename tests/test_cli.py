@@ -65,7 +65,7 @@ BAD_VALUES = [
         r"rank.linear: table6 has no 'llama_1b'; there is llama_60m, llama_130m, llama_350m$",
     ),
     (
-        "experiment=table4 table4.task=xyz",
+        "experiment=table4 data.task=xyz",
         r"\S+: table4.tasks has no 'xyz'; there is cola, stsb, mrpc, rte, sst2, mnli, qnli, qqp$",
     ),
     ("rank.linear=${nothing.here}", "rank.linear: nothing.here has no 'nothing'; there is no such table$"),

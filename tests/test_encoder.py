@@ -18,7 +18,14 @@ from tsr.accounting import paper_memory_bytes, step_elements
 from tsr.blocks import assign_roles, describe
 
 TINY: dict[str, Any] = {
-    **{"vocab_size": 61, "position_embeddings": 18, "token_types": 1, "hidden_size": 16, "intermediate_size": 32},
+    **{
+        "architecture": "roberta",
+        "vocab_size": 61,
+        "position_embeddings": 18,
+        "token_types": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+    },
     **{"num_layers": 2, "num_heads": 2, "num_labels": 3, "max_positions": 16, "pad_token_id": 1, "dropout": 0.1},
 }
 
@@ -121,15 +128,47 @@ def test_weights_come_from_the_seed_alone_and_the_global_generator_is_left_alone
 def test_padding_changes_nothing() -> None:
     model = tiny().double().eval()
     short, padded = torch.tensor([[5, 6, 7]]), torch.tensor([[5, 6, 7, 1, 1], [9, 8, 7, 6, 5]])
-    logits = model(padded)
+    logits = model(padded, torch.tensor([3, 5]))
     assert logits.shape == (2, 3)
     torch.testing.assert_close(logits[:1], model(short))
     assert not torch.allclose(logits[1], logits[0])
+    assert not torch.allclose(model(padded)[0], logits[0])  # without lengths, padding is taken for words
+
+
+def test_bert_is_masked_by_lengths_and_tells_token_types_apart() -> None:
+    model = tiny(architecture="bert", position_embeddings=16, token_types=2, pad_token_id=0).double().eval()
+    tokens, lengths = torch.tensor([[5, 6, 0, 7, 9]]), torch.tensor([4])  # the token of padding may be a word, too
+    types = torch.tensor([[0, 0, 1, 1, 0]])
+    logits = model(tokens, lengths, types)
+    torch.testing.assert_close(logits, model(tokens[:, :4], types=types[:, :4]))
+    torch.testing.assert_close(logits, model(torch.tensor([[5, 6, 0, 7, 8]]), lengths, types))
+    assert not torch.allclose(logits, model(tokens, lengths))
+    assert not torch.allclose(logits, model(tokens[:, [0, 1, 3]], types=types[:, [0, 1, 3]]))
+
+
+@pytest.mark.parametrize("architecture", ["roberta", "bert"])
+def test_the_head_and_the_poolers_are_dense_and_every_rule_selects_something(architecture: str) -> None:
+    model = tiny(device="meta", architecture=architecture)
+    roles = assign_roles(model, model.ROLES)
+    heads = {name.removeprefix("network.") for name, role in roles.items() if role == "head"}
+    pooler = "classifier.dense" if architecture == "roberta" else "bert.pooler.dense"
+    last = "classifier.out_proj" if architecture == "roberta" else "classifier"
+    assert heads == {f"{pooler}.weight", f"{last}.weight"}
+    assert Counter(roles.values())["linear"] == 2 * 6
+    dense = {block.role for block in TSR(model, rank={"linear": 4, "embedding": 4}).blocks if not block.is_low_rank}
+    assert dense == {"head", "vector", "embedding"}  # the embedding of token types alone, which has a single row
+
+
+def test_bert_has_no_positions_that_serve_padding() -> None:
+    assert EncoderConfig(**{**TINY, "architecture": "bert", "max_positions": 18}).max_positions == 18
+    with pytest.raises(ValueError, match=r"model\.max_positions: 19 exceeds the 18 positions"):
+        EncoderConfig(**{**TINY, "architecture": "bert", "max_positions": 19})
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
+        ("architecture", "gpt2", r"model\.architecture: must be roberta or bert, got 'gpt2'"),
         ("vocab_size", 0, "model.vocab_size: must be a whole number of at least 1, got 0"),
         ("num_layers", True, "model.num_layers: must be a whole number of at least 1, got True"),
         ("dropout", 1.0, "model.dropout: must be a number from 0 up to but not including 1, got 1.0"),

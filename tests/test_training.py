@@ -41,9 +41,10 @@ from tests.jobs import (
     this_rank,
 )
 from tsr import AdamW, Communicator
-from tsr.harness.loop import NonFiniteGradient, NonFiniteParameter, ReplicasDiffer, Trainer
+from tsr.harness.loop import NonFiniteGradient, NonFiniteParameter, Objective, ReplicasDiffer, Trainer
 from tsr.harness.rundir import RunDirectory
 from tsr.harness.settings import NOT_IDENTITY, Schedule, TrainerSettings, config_hash
+from tsr.harness.tasks import TASKS
 
 STEPS, BATCH, WARMUP, FLOOR = 20, 8, 0.25, 0.1
 DTYPES = ("fp64", "fp32")
@@ -316,14 +317,14 @@ def test_run_directories_pass_the_check_of_the_contract(directory_of: Callable[[
 CONSTANT = 2.75  # sums of it are exact
 
 
-def constant_losses(model: nn.Module, batch: data.Batch) -> Tensor:
+def constant_losses(model: nn.Module, batch: data.Batch) -> tuple[Tensor, None]:
     """`CONSTANT` for each loss token of [B, T] rows, and 0 elsewhere: [B, T - 1]."""
-    return CONSTANT * (torch.arange(1, batch.tokens.shape[1]) < batch.lengths[:, None])
+    return CONSTANT * (torch.arange(1, batch.tokens.shape[1]) < batch.lengths[:, None]), None
 
 
 def evaluate(
     prepared: data.Prepared,
-    objective: Callable[[nn.Module, data.Batch], Tensor],
+    objective: Objective,
     model: nn.Module,
     *,
     micro_batch: int,
@@ -338,9 +339,11 @@ def evaluate(
         objective,
         steps=lambda step: (),
         evaluation=batches,
+        last=1,
         settings=TrainerSettings(**compose("adamw")["trainer"]),
         schedule=Schedule(shape="constant", warmup=0.0, floor=1.0, steps=1),
         lr=1.0,
+        seed=0,
         text={},
         run=RunDirectory("nowhere", {}),
     )
@@ -356,7 +359,7 @@ def evaluate_all(prepared: data.Prepared) -> Evaluations:
     return {
         (micro_batch, max_rows): (
             evaluate(prepared, constant_losses, model, micro_batch=micro_batch, max_rows=max_rows),
-            evaluate(prepared, train.next_token, model, micro_batch=micro_batch, max_rows=max_rows),
+            evaluate(prepared, TASKS["pretrain"].objective, model, micro_batch=micro_batch, max_rows=max_rows),
         )
         for micro_batch in (1, 3, 8)
         for max_rows in (None, 1, 7)
@@ -516,12 +519,14 @@ def test_a_single_worker_stops_too(tmp_path: Path, padded: data.Prepared) -> Non
 def fail_alone(folder: Path, prepared: data.Prepared) -> str:
     """The second worker fails by itself; the first one notices when the other's end of the connection is gone."""
 
-    def objective(model: nn.Module, batch: data.Batch) -> Tensor:
+    objective = TASKS["pretrain"].objective
+
+    def failing(model: nn.Module, batch: data.Batch) -> tuple[Tensor, Tensor | None]:
         if dist.get_rank() == 1:
             raise MemoryError("of the second worker")
-        return train.next_token_losses(model(batch.tokens), batch.tokens, batch.lengths)
+        return objective(model, batch)
 
-    with mock.patch.object(train, "next_token", objective):
+    with mock.patch.object(TASKS["pretrain"], "objective", failing):
         try:
             run_job(failing_job(), folder, prepared)
         except (MemoryError, RuntimeError):

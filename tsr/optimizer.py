@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from tsr.blocks import Block
+from tsr.blocks import ROLES, Block
 from tsr.checks import is_number
 from tsr.communicator import Communicator, Message
 from tsr.refresh import METHODS, Average, RefreshRule, RefreshTask, gaussian
@@ -42,6 +42,7 @@ class AdamOptions:
         scale: Factor of the lifted update of low-rank blocks (not of weight decay); "alpha" in GaLore.
         betas, eps: As in Adam.
         weight_decay: Decoupled: W is multiplied by 1 - lr * weight_decay before the update, as torch.optim.AdamW does.
+        no_decay: Roles without weight decay, whatever the method; fine-tuning leaves out ``vector`` by custom.
         eps_mode: ``corrected`` adds eps to the bias-corrected root (Algorithm 1, torch); ``raw`` adds it to the raw
             root and then corrects, as GaLore's code does. For low-rank blocks; dense ones follow torch.
         moments: What becomes of a core's moments when its basis changes: ``keep`` (Algorithm 1), ``rotate`` them into
@@ -55,6 +56,7 @@ class AdamOptions:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    no_decay: Sequence[str] | None = None
     eps_mode: str = "corrected"
     moments: str = "keep"
     reduce: str = "projected"
@@ -72,6 +74,11 @@ class AdamOptions:
             raise ValueError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas!r}")
         if not (is_number(self.weight_decay) and self.weight_decay >= 0):
             raise ValueError(f"optimizer.weight_decay must be a number of 0 or more, got {self.weight_decay!r}")
+        spared = () if self.no_decay is None else self.no_decay
+        if not isinstance(spared, Sequence) or any(role not in ROLES for role in spared):
+            raise ValueError(
+                f"optimizer.no_decay must be a list of roles ({', '.join(ROLES)}), or null, got {self.no_decay!r}"
+            )
         if self.clip_norm is not None and not (is_number(self.clip_norm) and self.clip_norm > 0):
             raise ValueError(
                 f"optimizer.clip_norm must be a positive number, or null for no clipping, got {self.clip_norm!r}"
@@ -122,12 +129,12 @@ class LowRankAdam(torch.optim.Optimizer):
                 "params": [block.parameter for block in self.blocks if block.role == role],
                 "lr": options.lr * factors.get(role, 1.0),
                 "role": role,
+                "weight_decay": 0.0 if role in (options.no_decay or ()) else options.weight_decay,
                 "updates": 0,
             }
             for role in dict.fromkeys(block.role for block in self.blocks)
         ]
-        defaults = {"betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
-        super().__init__(groups, {"lr": options.lr, **defaults})
+        super().__init__(groups, {"lr": options.lr, "betas": options.betas, "eps": options.eps})
         one_sided = [b.name for b in self.blocks if b.is_low_rank and b.subspace != "two_sided"]
         if self.refresh.start == "previous" and one_sided:
             raise ValueError(f"refresh.start=previous needs two-sided blocks, but {one_sided[0]} is one-sided")

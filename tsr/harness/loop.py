@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -37,7 +39,7 @@ class Batch(Protocol):
     @property
     def loss_tokens(self) -> int: ...
 
-    def to(self, device: torch.device) -> Batch: ...
+    def to(self, device: torch.device) -> Any: ...
 
 
 class GlobalStep(Protocol):
@@ -59,7 +61,17 @@ class GlobalStep(Protocol):
     def loss_tokens(self) -> int: ...
 
 
-Objective = Callable[[nn.Module, Any], Tensor]  # losses of a batch, 0 where there is none
+# Losses of a batch, 0 where there is none, and the answers of its rows that are to be scored, [b, outputs], or None.
+Objective = Callable[[nn.Module, Any], tuple[Tensor, Tensor | None]]
+
+
+class Scores(Protocol):
+    """What the answers of all evaluated rows are worth."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...  # rows, outputs
+
+    def __call__(self, answers: NDArray[np.float64]) -> dict[str, Any]: ...  # in the order of the rows
 
 
 class NonFiniteGradient(Exception):
@@ -80,11 +92,14 @@ class Trainer:
     Args:
         model: On its device, the same weights on every worker.
         optimizer: Synchronises in ``step()``; has ``communicator`` and ``grad_norm`` (see `tsr.optimizer`).
-        objective: Losses of a batch.
+        objective: Losses of a batch, and answers to score.
+        scores: Scores the answers of an evaluation, if the objective gives any; batches then have ``index``, [b].
         steps: Gives the `GlobalStep`s from a step number on.
         evaluation: Gives this worker's batches of the validation rows.
+        last: Updates in all.
         settings, schedule: See `tsr.harness.settings`.
         lr: The learning rate before role factors and schedule, for the record.
+        seed: Of dropout, which depends on (seed, step, rank, micro-batch) alone.
         text: What is trained on, by hash; a checkpoint is of this text alone.
         run: The run directory.
         mirror: Follows the record (first worker), or ``None``.
@@ -97,12 +112,15 @@ class Trainer:
         objective: Objective,
         *,
         steps: Callable[[int], Iterable[GlobalStep]],
-        evaluation: Callable[[], Iterable[Batch]],
+        evaluation: Callable[[], Iterable[Any]],
+        last: int,
         settings: TrainerSettings,
         schedule: Schedule,
         lr: float,
+        seed: int,
         text: Mapping[str, str],
         run: RunDirectory,
+        scores: Scores | None = None,
         mirror: Mirror | None = None,
     ) -> None:
         self.model = model
@@ -113,8 +131,11 @@ class Trainer:
         self.settings = settings
         self.run = run
         self.progress: dict[str, Any] = {"step": 0, "tokens": 0, "positions": 0, "loss_tokens": 0, "seconds": 0.0}
+        self._last = last
         self._schedule = schedule
         self._lr = lr
+        self._seed = seed
+        self._scores = scores
         self._text = text
         self._steps = steps
         self._evaluation = evaluation
@@ -125,6 +146,7 @@ class Trainer:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = self._parameters[0].device
         self.last_evaluation: dict[str, Any] = {}
+        self.answers: NDArray[np.float64] = np.zeros((0, 0))  # that the last evaluation scored, on every worker
 
     def restore(self, found: Checkpoint) -> None:
         """Take over a checkpoint."""
@@ -144,23 +166,21 @@ class Trainer:
         self._started = time.perf_counter() - self.progress["seconds"]
         # The schedule is a function of the update clock, so nothing of it is saved: it is set to where the clock is.
         scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._schedule, last_epoch=done - 1)
-        bar = tqdm(
-            total=settings.steps, initial=done, disable=None if self._first else True, unit="step", smoothing=0.1
-        )
+        bar = tqdm(total=self._last, initial=done, disable=None if self._first else True, unit="step", smoothing=0.1)
         # Log lines go above the bar; on the first worker alone, since this drops the handlers' levels.
         with bar, logging_redirect_tqdm([LOGGER]) if self._first else nullcontext():
             for data in self._steps(done + 1):
                 row = self._train_step(data)
                 scheduler.step()
                 step = data.step
-                if step == settings.steps or (settings.eval_every and step % settings.eval_every == 0):
+                if step == self._last or (settings.eval_every and step % settings.eval_every == 0):
                     self.last_evaluation = self.evaluate()
                     row |= self.last_evaluation
                 self._record(row, bar)
-                if settings.checkpoint_every and (step % settings.checkpoint_every == 0 or step == settings.steps):
+                if settings.checkpoint_every and (step % settings.checkpoint_every == 0 or step == self._last):
                     self._save(step)
-        self._require_finite_parameters(settings.steps)
-        self._agree(settings.steps, [], checksum=True)
+        self._require_finite_parameters(self._last)
+        self._agree(self._last, [], checksum=True)
         if not self.last_evaluation:  # resumed from a checkpoint of the last step
             self.last_evaluation = self.evaluate()
         self.progress["seconds"] = time.perf_counter() - self._started
@@ -171,8 +191,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         scale = self.communicator.world_size / max(1, data.loss_tokens)
         local = torch.zeros((), dtype=torch.float64, device=self._device)
-        for batch in data.micro_batches:
-            loss = self.objective(self.model, batch.to(self._device)).sum()
+        for number, batch in enumerate(data.micro_batches):
+            torch.manual_seed(dropout_seed(self._seed, data.step, self.communicator.rank, number))
+            loss = self.objective(self.model, batch.to(self._device))[0].sum()
             (loss * scale).backward()
             local += loss.detach()
         due = (data.step - 1) % self.settings.checksum_every == 0
@@ -250,16 +271,27 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Mean loss over the loss tokens of the validation rows, each counted once over all workers."""
+        """Mean loss over the loss tokens of the validation rows, each counted once over all workers, and scores."""
         self.model.eval()
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         count = 0
+        table = np.zeros(self._scores.shape if self._scores else (0, 0))
         for batch in self._evaluation():
-            loss += self.objective(self.model, batch.to(self._device)).double().sum()
+            losses, answers = self.objective(self.model, batch.to(self._device))
+            loss += losses.double().sum()
             count += batch.loss_tokens
-        loss_sum, tokens = self.communicator.total([loss.item(), count], purpose="evaluation")
+            if self._scores and answers is not None:
+                table[batch.index.numpy()] = answers.double().cpu().numpy()
+        # A row is answered by one worker and zero on all others, so that the sum is the answer itself.
+        loss_sum, tokens, *answered = self.communicator.total(
+            [loss.item(), count, *table.ravel().tolist()], purpose="evaluation"
+        )
         mean = loss_sum / tokens
-        return {"eval/loss": mean, "eval/perplexity": perplexity(mean), "eval/tokens": int(tokens)}
+        row: dict[str, Any] = {"eval/loss": mean, "eval/perplexity": perplexity(mean), "eval/tokens": int(tokens)}
+        if self._scores:
+            self.answers = np.array(answered).reshape(table.shape)
+            row |= self._scores(self.answers)
+        return row
 
     def _record(self, row: dict[str, Any], bar: tqdm[Any]) -> None:
         if not self._first:
@@ -272,12 +304,12 @@ class Trainer:
             f"loss {row['train/loss']:.3f}, {row['tokens_per_s']:.0f} tok/s, {row['comm/total_bytes'] / 1e6:.1f} MB",
             refresh=False,
         )
-        if "eval/loss" in row or row["step"] % max(1, self.settings.steps // 20) == 0:
-            evaluation = f", eval loss {row['eval/loss']:.4f}" if "eval/loss" in row else ""
+        if "eval/loss" in row or row["step"] % max(1, self._last // 20) == 0:
+            evaluation = f", {describe_evaluation(row)}" if "eval/loss" in row else ""
             LOGGER.info(
                 "step %d/%d: loss %.4f%s, %.0f tokens/s, %.3f MB sent a worker",
                 row["step"],
-                self.settings.steps,
+                self._last,
                 row["train/loss"],
                 evaluation,
                 row["tokens_per_s"],
@@ -299,6 +331,20 @@ class Trainer:
                 keep=self.settings.keep_checkpoints,
             )
         self.communicator.barrier()
+
+
+def describe_evaluation(row: Mapping[str, Any]) -> str:
+    """An evaluation in a few words."""
+    text = f"eval loss {row['eval/loss']:.4f}"
+    if "eval/metric" not in row:
+        return text
+    score = row["eval/score"]
+    return f"{text}, {row['eval/metric']} {'undefined' if score is None else f'{score:.4f}'}"
+
+
+def dropout_seed(*place: int) -> int:
+    """A seed of torch's generators from (seed, step, rank, micro-batch)."""
+    return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def first_non_finite(tensors: Sequence[Tensor]) -> int:

@@ -96,8 +96,9 @@ class TrainerSettings:
     """The ``trainer`` keys.
 
     Args:
-        steps: Updates in all.
-        global_batch: Rows of one update over all workers.
+        steps: Updates in all; ``None`` if ``epochs`` says how many.
+        epochs: Passes over the training examples of ``task=finetune``.
+        global_batch: Rows of one update over all workers. An epoch of a fine-tuning ends with a batch of what is left.
         micro_batch: Most rows that one worker takes through the model at once; ``None`` is its whole share.
         eval_every: Steps between evaluations; ``None`` evaluates at the end alone. The last step is always evaluated.
         eval_rows: Rows of the validation split to evaluate on, from its start; ``None`` is all.
@@ -106,7 +107,8 @@ class TrainerSettings:
         checksum_every: Steps between comparisons of the parameters of all workers.
     """
 
-    steps: int
+    steps: int | None
+    epochs: int | None = None
     global_batch: int
     micro_batch: int | None
     eval_every: int | None
@@ -117,12 +119,20 @@ class TrainerSettings:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            optional = name in ("micro_batch", "eval_every", "eval_rows", "checkpoint_every")
+            optional = name in ("steps", "epochs", "micro_batch", "eval_every", "eval_rows", "checkpoint_every")
             if value is None and optional:
                 continue
             if not is_whole(value, least=1):
                 or_null = " or null" if optional else ""
                 raise ValueError(f"trainer.{name} must be a whole number of at least 1{or_null}, got {value!r}")
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(
+                f"trainer.steps={self.steps} and trainer.epochs={self.epochs}: give one of them, and null for the other"
+            )
+
+    def count_steps(self, rows: int) -> int:
+        """Updates in all, for so many training examples."""
+        return self.steps or (self.epochs or 0) * math.ceil(rows / self.global_batch)
 
     def check_world(self, world_size: int) -> None:
         """Refuse a number of workers that does not divide the global batch."""

@@ -15,14 +15,14 @@ from tsr.ledger import Ledger
 
 
 def summarise(
-    config: Mapping[str, Any], optimizer: Any, model: nn.Module, ledger: Ledger, *, world_size: int
+    config: Mapping[str, Any], optimizer: Any, model: nn.Module, ledger: Ledger, *, steps: int, world_size: int
 ) -> dict[str, Any]:
     """Bytes, memory (in bytes), parameters by role, dtypes and provenance of a run; ``optimizer`` has ``blocks``."""
     by_role: dict[str, int] = {}
     for block in optimizer.blocks:
         by_role[block.role] = by_role.get(block.role, 0) + block.parameter.numel()
     return {
-        "steps": config["trainer"]["steps"],
+        "steps": steps,
         "world_size": world_size,
         **ledger.summary(),
         "comm/by_role": ledger.table(),
