@@ -38,7 +38,7 @@ class Scores:
 
         Returns what an evaluation records: each metric as `eval/METRIC` (MNLI: `eval/accuracy_matched`, …), None where
         it is undefined, as a correlation with a constant is; `eval/metric` and `eval/score`, the name and value of the
-        one that tables show; and `eval/examples`.
+        one that tables show; `eval/split` and `eval/examples`, what they are of.
         """
         values: dict[str, float | None] = {}
         parts = list(self._parts(answers))
@@ -49,7 +49,11 @@ class Scores:
                 values[metric + suffix] = value if math.isfinite(value) else None
         shown = next(iter(values))
         record = {f"eval/{metric}": value for metric, value in values.items()}
-        return {**record, "eval/metric": shown, "eval/score": values[shown], "eval/examples": len(answers)}
+        return {
+            **record,
+            **{"eval/metric": shown, "eval/score": values[shown]},
+            **{"eval/split": "validation", "eval/examples": len(answers)},
+        }
 
     def write(self, folder: Path, answers: NDArray[np.float64]) -> None:
         """Write the predictions as TSV, `index` and `prediction`, in the file that a submission to GLUE has for them.
