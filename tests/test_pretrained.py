@@ -73,12 +73,24 @@ def named(model: Encoder, *, trainable: bool | None = None) -> dict[str, Tensor]
     return {n: p for n, p in model.named_parameters() if trainable is None or p.requires_grad == trainable}
 
 
-def test_logits_are_those_of_transformers(pretrained: Encoder, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_prints_nothing(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    from transformers.utils import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.add_handler(caplog.handler)
+    try:
+        capfd.readouterr()
+        minilm()
+    finally:
+        logging.remove_handler(caplog.handler)
+    assert capfd.readouterr() == ("", "")  # no progress bar
+    assert caplog.records == []  # no report of what the checkpoint lacks
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (level, bar)
+
+
+def test_logits_are_those_of_transformers(pretrained: Encoder) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    capfd.readouterr()
-    minilm()
-    assert capfd.readouterr() == ("", "")  # neither a progress bar nor a report of what the checkpoint lacks
     plain = AutoModelForSequenceClassification.from_pretrained(locate(MINILM["weights"], None)).eval()
     plain.classifier.load_state_dict(pretrained.network.classifier.state_dict())
     mask = torch.arange(6) < LENGTHS[:, None]
@@ -104,7 +116,7 @@ def test_the_seed_draws_the_classifier_alone(pretrained: Encoder) -> None:
     drawn = {name for name, value in first.items() if not torch.equal(value, other[name])}
     assert drawn == {"network.classifier.weight"}  # the bias is 0
     assert first["network.classifier.weight"].std().item() == pytest.approx(0.02, rel=0.1)
-    assert minilm().training
+    assert all(module.training for module in minilm().modules())
 
 
 def test_weights_of_masked_language_modelling_load(published: Path) -> None:

@@ -1,0 +1,311 @@
+"""Fine-tuning: every example once an epoch, the same run for any layout, scores, predictions, and resuming."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+from scipy import stats
+from torch import nn
+
+import data
+import train
+from data.batches import evaluation_batches, training_steps
+from tests.distributed import run
+from tests.finetuning import BATCH, TRAIN, VALIDATION, job
+from tests.jobs import Config, Stopped, assert_same_run, read_record, run_job, run_jobs, stopping_before, without_times
+from tsr import AdamW
+from tsr.harness.tasks import TASKS
+
+Jobs = list[tuple[Config, Path, "data.Prepared[data.Examples]"]]
+FINETUNE = TASKS["finetune"]
+STEPS = 6  # two epochs of batches of 8, 8 and 5
+METRICS = {
+    "cola": {"matthews": sklearn.metrics.matthews_corrcoef},
+    "mrpc": {"f1": sklearn.metrics.f1_score, "accuracy": sklearn.metrics.accuracy_score},
+    "rte": {"accuracy": sklearn.metrics.accuracy_score},
+    "stsb": {
+        "pearson": lambda one, two: stats.pearsonr(one, two)[0],
+        "spearman": lambda one, two: stats.spearmanr(one, two)[0],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("finetuning")
+
+
+def prepare(config: Config) -> data.Prepared[data.Examples]:
+    return FINETUNE.prepare(config)
+
+
+def exact(folder: Path, method: str, *overrides: str) -> Config:
+    """In float64 and without dropout, where the layout of a batch is only rounding."""
+    return job(folder, f"optimizer={method}", "model.dtype=fp64", "comm.dtype=fp64", "model.dropout=0.0", *overrides)
+
+
+# Serving
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_every_epoch_holds_every_example_once_and_ends_with_what_is_left(world_size: int, folder: Path) -> None:
+    examples = prepare(job(folder)).train
+    served: dict[int, list[int]] = {}
+    for rank in range(world_size):
+        for step in training_steps(
+            examples,
+            data_seed=0,
+            global_batch=BATCH,
+            micro_batch=3,
+            rank=rank,
+            world_size=world_size,
+            first_step=1,
+            last_step=2 * 3,
+        ):
+            assert step.loss_tokens == (BATCH if step.step % 3 else TRAIN % BATCH)
+            assert all(1 <= len(batch.index) <= 3 for batch in step.micro_batches)
+            served.setdefault(step.step, []).extend(int(i) for batch in step.micro_batches for i in batch.index)
+    assert {step: len(indices) for step, indices in served.items()} == {1: 8, 2: 8, 3: 5, 4: 8, 5: 8, 6: 5}
+    first, second = [[i for step in epoch for i in served[step]] for epoch in ((1, 2, 3), (4, 5, 6))]
+    assert sorted(first) == sorted(second) == list(range(TRAIN))
+    assert set(served[1]) != set(served[4])  # each epoch in an order of its own
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5, 16])
+def test_every_validation_example_is_evaluated_once(world_size: int, folder: Path) -> None:
+    validation = prepare(job(folder, "data.task=mnli")).validation
+    found = [
+        int(index)
+        for rank in range(world_size)
+        for batch in evaluation_batches(validation, micro_batch=4, rank=rank, world_size=world_size)
+        for index in batch.index
+    ]
+    assert sorted(found) == list(range(VALIDATION + VALIDATION - 4))
+
+
+def test_a_row_is_what_the_tokenizer_makes_of_its_sentences(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from models import locate
+
+    config = job(folder, "data.sequence_length=9")
+    examples = prepare(config).train
+    tokenizer = AutoTokenizer.from_pretrained(locate(config["data"]["tokenizer"], None))
+    batch = examples.collate(range(TRAIN))
+    lines = (folder / "glue/MRPC/train.tsv").read_text().splitlines()[1:]
+    assert batch.tokens.shape[1] == 9 and batch.lengths.min() < 9  # some are cut, some are padded
+    for line, tokens, types, length, label in zip(
+        lines, batch.tokens, batch.types, batch.lengths, batch.labels, strict=True
+    ):
+        quality, _, _, one, two = line.split("\t")
+        row = tokenizer(one, two, truncation=True, max_length=9)
+        assert tokens[:length].tolist() == row["input_ids"]
+        assert types[:length].tolist() == row["token_type_ids"]
+        assert tokens[length:].tolist() == [tokenizer.pad_token_id] * (9 - int(length))
+        assert int(label) == int(quality)
+
+
+# The objective
+
+
+@pytest.mark.parametrize("task", ["mrpc", "stsb", "mnli"])
+def test_the_loss_is_that_of_transformers(task: str, folder: Path) -> None:
+    config = job(folder, f"data.task={task}")
+    model = train.build_model(config, "cpu").eval()
+    batch = prepare(config).train.collate([0, 3, 5, 7])
+    losses, answers = FINETUNE.objective(model, batch)
+    mask = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+    network = model.get_submodule("network")
+    expected = network(
+        input_ids=batch.tokens, attention_mask=mask.long(), token_type_ids=batch.types, labels=batch.labels
+    )
+    torch.testing.assert_close(losses.mean(), expected.loss)
+    torch.testing.assert_close(answers, expected.logits)
+
+
+# Layouts
+
+
+def run_layouts(jobs: Sequence[tuple[str, Path, Path]], nproc: int) -> None:
+    for method, folder, directory in jobs:
+        config = exact(folder, method, f"nproc={nproc}")
+        run_job(config, directory, prepare(config))
+
+
+@pytest.mark.distributed
+def test_two_workers_train_what_one_does(folder: Path, tmp_path: Path) -> None:
+    """Also the last batch of an epoch, of which one worker has two rows and the other three."""
+    methods = ("adamw", "galore", "one_sided", "tsr")
+    jobs = {nproc: [(method, folder, tmp_path / f"{method}-{nproc}") for method in methods] for nproc in (1, 2)}
+    run_layouts(jobs[1], 1)
+    run(2, run_layouts, jobs[2], 2)
+    for method in methods:
+        one, two = (read_record(tmp_path / f"{method}-{nproc}") for nproc in (1, 2))
+        start = train.build_model(exact(folder, method), "cpu").state_dict()
+        moved = sum(float((value - start[name]).norm() ** 2) for name, value in one.weights.items()) ** 0.5
+        apart = sum(float((value - two.weights[name]).norm() ** 2) for name, value in one.weights.items()) ** 0.5
+        assert moved > 0.1 and apart <= 1e-6 * moved, method
+        assert len(one.rows) == len(two.rows) == STEPS
+        for row, other in zip(one.rows, two.rows, strict=True):
+            assert row["loss_tokens"] == other["loss_tokens"]
+            assert row["train/loss"] == pytest.approx(other["train/loss"], rel=1e-9)
+        assert one.summary["eval/loss"] == pytest.approx(two.summary["eval/loss"], rel=1e-9)
+        assert one.summary["eval/f1"] == two.summary["eval/f1"]
+
+
+@pytest.mark.distributed
+def test_with_dropout_a_layout_is_reproducible_and_resumable(folder: Path, tmp_path: Path) -> None:
+    """Stopped in the middle of an epoch, after a checkpoint of step 2, and in the next one, after that of step 4."""
+    run(2, straight_and_resumed, folder, tmp_path)
+    assert_same_run(tmp_path / "straight", tmp_path / "again")
+    assert_same_run(tmp_path / "straight", tmp_path / "resumed")
+    assert (tmp_path / "straight/predictions/MRPC.tsv").read_bytes() == (
+        tmp_path / "resumed/predictions/MRPC.tsv"
+    ).read_bytes()
+
+
+def straight_and_resumed(folder: Path, directory: Path) -> None:
+    config = job(folder, "optimizer=tsr", "model.dropout=0.3", "nproc=2", "trainer.micro_batch=8")
+    prepared = prepare(config)
+    run_jobs([(config, directory / name, prepared) for name in ("straight", "again")])
+    for _ in range(2):
+        with stopping_before(2), pytest.raises(Stopped):
+            run_job(config, directory / "resumed", prepared)
+    run_job(config, directory / "resumed", prepared)
+
+
+def test_dropout_acts_and_follows_the_seed(folder: Path, tmp_path: Path) -> None:
+    """Its masks come from the seed of the run, whatever the global generator holds."""
+    losses: dict[str, list[float]] = {}
+    for name, overrides, state in (("on", [], 1), ("again", [], 2), ("off", ["model.dropout=0.0"], 1)):
+        torch.manual_seed(state)
+        config = job(folder, "trainer.epochs=1", *overrides)
+        run_job(config, tmp_path / name, prepare(config))
+        losses[name] = [row["train/loss"] for row in read_record(tmp_path / name).rows]
+    assert losses["on"] == losses["again"] != losses["off"]
+
+
+def test_micro_batches_draw_masks_of_their_own(folder: Path, tmp_path: Path) -> None:
+    """In a batch of the same row twice, at weights that do not move, the losses differ by dropout alone."""
+    config = job(folder, "trainer.micro_batch=1", "trainer.epochs=1", "model.dropout=0.5")
+    prepared, seen = prepare(config), []
+
+    def note(module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
+        if module.training:
+            seen.append((output == 0).sum().item())
+
+    from tests.jobs import altered_model
+
+    def hook(model: nn.Module) -> None:
+        model.get_submodule("network.dropout").register_forward_hook(note)
+
+    with altered_model(hook):
+        run_job(config, tmp_path, prepared)
+    assert len(seen) == TRAIN and len(set(seen[:BATCH])) > 1
+
+
+# Scores
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of each task."""
+    runs = tmp_path_factory.mktemp("runs")
+    for task in (*METRICS, "mnli"):
+        config = job(folder, f"data.task={task}", "trainer.epochs=1", "optimizer=adamw")
+        run_job(config, runs / task, prepare(config))
+    return runs
+
+
+def predictions(path: Path) -> list[str]:
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    assert [row["index"] for row in rows] == [str(index) for index in range(len(rows))]
+    return [row["prediction"] for row in rows]
+
+
+def truth(path: Path) -> list[str]:
+    lines = [line.split("\t") for line in path.read_text().splitlines()]
+    column = {"CoLA": 1, "MRPC": 0}.get(path.parent.name, -1)
+    return [line[column] for line in (lines if path.parent.name == "CoLA" else lines[1:])]
+
+
+@pytest.mark.parametrize(("task", "name"), [("cola", "CoLA"), ("mrpc", "MRPC"), ("rte", "RTE"), ("stsb", "STS-B")])
+def test_the_metric_is_that_of_the_saved_predictions(task: str, name: str, finished: Path, folder: Path) -> None:
+    summary = json.loads((finished / task / "summary.json").read_text())
+    answers, labels = (
+        predictions(finished / task / f"predictions/{name}.tsv"),
+        truth(folder / "glue" / name / "dev.tsv"),
+    )
+    assert len(answers) == len(labels) == summary["eval/examples"] == VALIDATION
+    convert = (
+        np.float32
+        if task == "stsb"
+        else (lambda text: {"entailment": 0, "not_entailment": 1}.get(text) or int(text == "1"))
+    )
+    for metric, function in METRICS[task].items():
+        expected = function(
+            [convert(label) for label in labels], [float(a) if task == "stsb" else convert(a) for a in answers]
+        )
+        assert summary[f"eval/{metric}"] == pytest.approx(float(expected), abs=1e-12)
+    shown = next(iter(METRICS[task]))
+    assert (summary["eval/metric"], summary["eval/split"]) == (shown, "validation")
+    assert summary["eval/score"] == summary[f"eval/{shown}"]
+
+
+def test_mnli_has_two_validation_splits(finished: Path, folder: Path) -> None:
+    summary = json.loads((finished / "mnli/summary.json").read_text())
+    for part, name in (("matched", "MNLI-m"), ("mismatched", "MNLI-mm")):
+        answers = predictions(finished / f"mnli/predictions/{name}.tsv")
+        labels = truth(folder / f"glue/MNLI/dev_{part}.tsv")
+        right = [answer == label for answer, label in zip(answers, labels, strict=True)]
+        assert summary[f"eval/accuracy_{part}"] == pytest.approx(sum(right) / len(right))
+    assert summary["eval/examples"] == VALIDATION + VALIDATION - 4
+    assert summary["eval/metric"] == "accuracy_matched"
+
+
+def test_a_correlation_with_a_constant_is_undefined(folder: Path) -> None:
+    validation = prepare(job(folder, "data.task=stsb")).validation
+    scores = data.Scores("stsb", validation, outputs=1)
+    assert scores(np.full((VALIDATION, 1), 2.5))["eval/score"] is None
+    with np.errstate(all="raise"):
+        assert scores(np.asarray(validation.labels, np.float64)[:, None])["eval/pearson"] == pytest.approx(1.0)
+
+
+def test_a_score_is_written_with_all_its_digits(folder: Path, tmp_path: Path) -> None:
+    validation = prepare(job(folder, "data.task=stsb")).validation
+    answers = np.linspace(0, 5, VALIDATION)[:, None] / 3
+    data.Scores("stsb", validation, outputs=1).write(tmp_path, answers)
+    assert [float(text) for text in predictions(tmp_path / "STS-B.tsv")] == answers[:, 0].tolist()
+
+
+def test_the_record_of_a_run(finished: Path) -> None:
+    record = read_record(finished / "mrpc")
+    assert [row["loss_tokens"] for row in record.rows] == [8, 16, 21]
+    assert record.summary["steps"] == 3 and record.rows[-1]["eval/f1"] == record.summary["eval/f1"]
+    facts = without_times(record.summary)["data"]
+    assert (facts["task"], facts["train"]["rows"], facts["splits"]) == ("mrpc", TRAIN, {"validation": VALIDATION})
+
+
+# Weight decay
+
+
+def test_biases_and_norms_are_spared_from_weight_decay_whatever_the_method(folder: Path) -> None:
+    config = job(folder)
+    model = train.build_model(config, "cpu")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    AdamW(model, lr=0.5, weight_decay=0.1, no_decay=["vector"]).step()  # without gradients nothing else moves
+    moved = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert moved == {name for name, value in model.named_parameters() if value.ndim == 2}
+    with pytest.raises(
+        ValueError, match=r"optimizer.no_decay must be a list of roles \(linear, .*\), or null, got \['bias'\]"
+    ):
+        AdamW(model, no_decay=["bias"])
