@@ -11,16 +11,23 @@ PROJECT := -c constraints.txt -e '.[dev,glue,slurm]'
 RUNS ?= sweep/results/proxy/runs
 ABLATIONS ?= sweep/results/proxy/ablations
 
-.PHONY: help install quickstart tables figures proxy test lint format constraints clean
+# A folder of GLUE's TSV files; without one, they come from the Hugging Face Hub.
+GLUE ?= $(wildcard ../shared/data/glue)
+
+.PHONY: help install quickstart glue-quickstart tables figures proxy test lint format constraints clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## make .venv with every package pinned
 
 quickstart: $(STAMP) ## train with four optimizers on two workers, then print the table (a few minutes on 2 cores)
 	$(PY) train.py -m experiment=quickstart optimizer=adamw,galore,one_sided,tsr
 	$(PY) -m sweep.report runs/quickstart --out reports/quickstart
+
+glue-quickstart: $(STAMP) ## fine-tune a small encoder on MRPC with two optimizers, then print the table (minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(PY) train.py -m experiment=glue_quickstart optimizer=adamw,tsr data.path=$(or $(GLUE),null)
+	$(PY) -m sweep.glue runs/glue_quickstart --out reports/glue_quickstart
 
 tables: $(STAMP) ## the paper's tables, printed beside ours, from dry runs into reports/ (minutes, no training)
 	$(PY) -m sweep.paper --out reports

@@ -30,6 +30,7 @@ from torch import nn
 
 import data
 from sweep.results import Results
+from sweep.tables import blocks_table
 from tsr import Communicator
 from tsr.blocks import describe
 from tsr.harness import checkpoint
@@ -257,6 +258,7 @@ def dry_run(config: Config, run: RunDirectory) -> None:
         summary = count(config)
         run.begin(resumed_step=0)
         run.finish(summary)
+    print(blocks_table(summary["blocks"]).markdown())
     print(f"run directory: {run.path}")
     for key in ("comm/bytes_per_step", "comm/peak_bytes", "paper/comm/bytes_per_step", "paper/comm/peak_bytes"):
         print(f"{key:28} {summary[key] / 1e9:.5f} G")

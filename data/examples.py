@@ -55,7 +55,7 @@ class GlueConfig:
     path: str | None
     sequence_length: int
     tokenizer: str | None
-    train_rows: int | None
+    train_rows: int
     cache_dir: str
     num_workers: int
 
@@ -63,6 +63,7 @@ class GlueConfig:
         find_task(self.task)
         check_at_least("data.sequence_length", self.sequence_length, SHORTEST)
         check_at_least("data.num_workers", self.num_workers, 0)
+        check_at_least("data.train_rows", self.train_rows, 1)
         check_text("data.cache_dir", self.cache_dir)
         for key in ("path", "tokenizer"):
             if getattr(self, key) is not None:

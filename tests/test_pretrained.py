@@ -218,7 +218,7 @@ class Hub:
         self.asked.append((name, revision, local_files_only))
         found = self.cached if local_files_only else self.remote
         if found is None:
-            raise FileNotFoundError("no route\nto the host")
+            raise FileNotFoundError("the client's advice") from TimeoutError("no answer\nin time")
         return str(found)
 
 
@@ -242,8 +242,8 @@ def test_a_hub_out_of_reach_is_one_line_with_a_remedy(monkeypatch: pytest.Monkey
     with pytest.raises(ConnectionError) as caught:
         build(**ROBERTA, weights="owner/name", revision="v1")
     assert str(caught.value) == (
-        "model.weights=owner/name: could not be fetched from the Hugging Face Hub, revision v1 (FileNotFoundError: no "
-        "route to the host); offline, set model.weights=FOLDER to a downloaded copy, or use model=minilm"
+        "model.weights=owner/name: could not be fetched from the Hugging Face Hub, revision v1 (TimeoutError: no "
+        "answer in time); offline, set model.weights=FOLDER to a downloaded copy, or use model=minilm"
     )
 
 

@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from torch import Tensor, nn
 
 import data
-from models import Encoder, Llama, locate, next_token_losses
+from models import Encoder, Llama, check_shape, locate, locate_tokenizer, next_token_losses
 
 Config = Mapping[str, Any]
 
@@ -95,19 +95,17 @@ class Finetune:
             )
 
     def rows(self, config: Config) -> int:
-        rows = config["data"]["train_rows"]
-        if not isinstance(rows, int):
-            raise ValueError(f"data.train_rows must be the number of training examples, got {rows!r}")
-        return rows
+        return int(config["data"]["train_rows"])
 
     def prepare(self, config: Config) -> data.Prepared[data.Examples]:
-        model = config["model"]
-        if config["data"]["tokenizer"] is not None:
-            tokenizer = locate(config["data"]["tokenizer"], None)
-        elif model["weights"] is not None:
+        model, place = config["model"], config["data"]["tokenizer"]
+        if model["weights"] is not None:
             tokenizer = locate(model["weights"], model["revision"])
-        else:
+            check_shape(tokenizer, instantiate(model, seed=0, device="meta").network.config)
+        elif place is None:
             raise ValueError("model.weights=null leaves no tokenizer; set data.tokenizer to a folder that has one")
+        if place is not None:
+            tokenizer = locate_tokenizer(place)
         return data.prepare_glue(
             instantiate(config["data"]),
             tokenizer=tokenizer,
