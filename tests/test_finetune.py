@@ -309,3 +309,20 @@ def test_biases_and_norms_are_spared_from_weight_decay_whatever_the_method(folde
         ValueError, match=r"optimizer.no_decay must be a list of roles \(linear, .*\), or null, got \['bias'\]"
     ):
         AdamW(model, no_decay=["bias"])
+
+
+# LoRA
+
+
+def test_lora_trains_and_sends_its_adapters_and_the_head_alone(folder: Path, tmp_path: Path) -> None:
+    config = job(folder, "optimizer=lora", "model.lora.rank=3")
+    before = train.build_model(config, "cpu")
+    trained = {name: value for name, value in before.named_parameters() if value.requires_grad}
+    adapters = 3 * 2 * (4 * (16 + 16) + 2 * (16 + 24))  # A and B at six linears of two layers
+    assert sum(value.numel() for value in trained.values()) == adapters + (16 * 16 + 16) + (2 * 16 + 2)
+    run_job(config, tmp_path, prepare(config))
+    record = read_record(tmp_path)
+    assert {row["comm/bytes"] for row in record.rows} == {4 * sum(value.numel() for value in trained.values())}
+    moved = {name for name, value in before.state_dict().items() if not torch.equal(value, record.weights[name])}
+    assert moved == set(trained)
+    assert record.summary["params"]["linear"] == adapters

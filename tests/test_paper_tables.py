@@ -432,3 +432,10 @@ def test_printed_figures_are_those_on_record() -> None:
         assert numbers([*row.metrics.values(), row.bytes, row.peak, row.memory]) == figures
     for row, line in zip(facts["table4"], record["tsr_table4"]["rows"], strict=True):
         assert numbers([row.bytes, *row.metrics.values()]) == line[1:]
+
+
+def test_fine_tuning_with_every_synchronised_tensor(counted: Counted) -> None:
+    """As the README has it beside the paper's count."""
+    for row, expected in (("AdamW", "498.59"), ("TSR", "23.37")):
+        (cell,) = counted.of("table4", row)
+        assert f"{cell.all_tensors / 1e6:.2f}" == expected and expected in README.read_text()
