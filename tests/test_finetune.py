@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,19 @@ import train
 from data.batches import evaluation_batches, training_steps
 from tests.distributed import run
 from tests.finetuning import BATCH, TRAIN, VALIDATION, job
-from tests.jobs import Config, Stopped, assert_same_run, read_record, run_job, run_jobs, stopping_before, without_times
+from tests.jobs import (
+    Config,
+    Stopped,
+    altered_model,
+    assert_same_run,
+    read_record,
+    run_job,
+    run_jobs,
+    stopping_before,
+    without_times,
+)
 from tsr import AdamW
+from tsr.harness.loop import dropout_seed
 from tsr.harness.tasks import TASKS
 
 Jobs = list[tuple[Config, Path, "data.Prepared[data.Examples]"]]
@@ -193,16 +205,19 @@ def test_dropout_acts_and_follows_the_seed(folder: Path, tmp_path: Path) -> None
     assert losses["on"] == losses["again"] != losses["off"]
 
 
+def test_seeds_of_dropout_differ_in_step_rank_and_micro_batch() -> None:
+    places = list(itertools.product(range(2), range(1, 40), range(8), range(4)))
+    assert len({dropout_seed(*place) for place in places}) == len(places)
+
+
 def test_micro_batches_draw_masks_of_their_own(folder: Path, tmp_path: Path) -> None:
-    """In a batch of the same row twice, at weights that do not move, the losses differ by dropout alone."""
+    """The rows of a batch, one by one: the masks before the classifier do not all drop the same number."""
     config = job(folder, "trainer.micro_batch=1", "trainer.epochs=1", "model.dropout=0.5")
     prepared, seen = prepare(config), []
 
     def note(module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
         if module.training:
             seen.append((output == 0).sum().item())
-
-    from tests.jobs import altered_model
 
     def hook(model: nn.Module) -> None:
         model.get_submodule("network.dropout").register_forward_hook(note)
