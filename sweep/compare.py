@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sweep.runs import DATA_HASHES, describe, is_setting, varying
+from sweep.runs import DATA_HASHES, EPOCHS, METRIC, SCORE, SPLIT, TASK, describe, is_setting, varying
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,15 +26,21 @@ SAME = ("model", "tokens", *DATA_HASHES, "git_commit")
 
 SEEDS = ["seed", "data_seed"]
 
+ADAPTERS = "config/model.lora."
+"""What a method trains beside a model's weights: it is part of the method, and leaves the model the same."""
 
-def comparable(runs: pd.DataFrame, *, allow_mixed: bool) -> pd.DataFrame:
+MIXED_HINT = " (use --allow-mixed to put them in one table anyway)"
+
+
+def comparable(runs: pd.DataFrame, *, allow_mixed: bool, hint: str = MIXED_HINT) -> pd.DataFrame:
     """The done runs with two more columns.
 
-    `mixed` names what should be the same in all runs but is not, and `label` the group of a run.
+    `mixed` names what should be the same in all runs but is not, and `label` the group of a run. `hint` is part of the
+    error for such runs.
 
     Raises:
         ValueError: no run is done; a run has no losses, as it was a dry run; two runs are repeats, which are no further
-            seed; or model, tokens, data or commit differ and `allow_mixed` is false.
+            seed; or model, tokens, data, task, metric or commit differ and `allow_mixed` is false.
     """
     done = runs[runs["status"] == "done"].copy()
     if done.empty:
@@ -44,7 +50,7 @@ def comparable(runs: pd.DataFrame, *, allow_mixed: bool) -> pd.DataFrame:
     if len(dry):
         raise ValueError(f"dry runs have no loss to compare; leave them out: {', '.join(dry)}")
 
-    columns = varying(done, SAME)
+    columns = varying(done, [*SAME, TASK, METRIC, SPLIT, *({EPOCHS} & set(done))])
     columns += [
         column for column in _model_columns(done) if any(varying(one, [column]) for _, one in done.groupby("model"))
     ]
@@ -52,7 +58,7 @@ def comparable(runs: pd.DataFrame, *, allow_mixed: bool) -> pd.DataFrame:
     if columns and not allow_mixed:
         kinds = done.groupby("mixed", sort=False)["run"].agg(["size", "first"])
         listed = "; ".join(f"{kind} ({row['size']} runs, e.g. {row['first']})" for kind, row in kinds.iterrows())
-        raise ValueError(f"these runs do not compare (use --allow-mixed to put them in one table anyway): {listed}")
+        raise ValueError(f"these runs do not compare{hint}: {listed}")
 
     labels = zip(done["method"], done["settings"], done["mixed"], strict=True)
     done["label"] = [" ".join(filter(None, label)) for label in labels]
@@ -76,6 +82,7 @@ def with_ratios(done: pd.DataFrame) -> pd.DataFrame:
 def best(done: pd.DataFrame, *, allow_edge: bool = False) -> pd.DataFrame:
     """For each method the runs, of all seeds, of the one setting with the lowest evaluation loss at the tuning seed.
 
+    Where runs have a score it is the highest score instead; of equal ones, and if none is defined, the lowest loss.
     `done` comes from `comparable`; settings compete where `mixed` is the same. The tuning seed is the one that most
     settings of the method have (the lowest of such), and a setting without it is not chosen.
 
@@ -87,7 +94,7 @@ def best(done: pd.DataFrame, *, allow_edge: bool = False) -> pd.DataFrame:
     edges: list[str] = []
     for _, runs in done.groupby(["method", "mixed"], sort=False):
         tried = _tried(runs)
-        chosen = tried.loc[tried["eval/loss"].astype(float).fillna(math.inf).idxmin()]
+        chosen = tried.loc[_order_of_merit(tried)[0]]
         kept.append(runs[runs["label"] == chosen["label"]])
         edges += [
             f"{chosen['method']}: {_key(column)}={chosen[column]:g} is at the edge of {_values(tried, column)}"
@@ -96,24 +103,27 @@ def best(done: pd.DataFrame, *, allow_edge: bool = False) -> pd.DataFrame:
         ]
     if edges and not allow_edge:
         raise ValueError(
-            f"--best: the lowest loss is at the edge of what was tried, so a lower one may lie beyond; "
-            f"widen the grid, or use --allow-edge: {'; '.join(edges)}"
+            f"--best: the {'highest score' if _scored(done) else 'lowest loss'} is at the edge of what was tried, so a "
+            f"{'higher' if _scored(done) else 'lower'} one may lie beyond; widen the grid, or use --allow-edge: "
+            f"{'; '.join(edges)}"
         )
     return done.loc[sorted(index for runs in kept for index in runs.index)]
 
 
-def chosen_from(done: pd.DataFrame) -> list[str]:
-    """Sentences that say what `best` had to choose from in `done`, one for all methods that had the same choice."""
+def chosen_from(done: pd.DataFrame, *, average: str = "mean") -> list[str]:
+    """Sentences that say what `best` had to choose from in `done`, one for all methods that had the same choice.
+
+    `average` is what the table shows over the seeds.
+    """
     choices: dict[str, list[str]] = {}
     for (method, mixed), runs in done.groupby(["method", "mixed"], sort=False):
         tried = _tried(runs)
         if len(tried) > 1:
             grid = " × ".join(f"{_key(column)} ∈ {_values(tried, column)}" for column in _tuned(tried))
-            choice = (
-                f"chosen from {grid}, {len(tried)} settings, by the evaluation loss of {_name(_seeds(tried)[0], runs)}"
-            )
+            seed = _name(_seeds(tried)[0], runs)
+            choice = f"chosen from {grid}, {len(tried)} settings, by the {_merit(tried)} of {seed}"
             choices.setdefault(choice, []).append(f"{method} ({mixed})" if mixed else method)
-    return [f"{', '.join(methods)}: {choice}, which is in the mean, too." for choice, methods in choices.items()]
+    return [f"{', '.join(methods)}: {choice}, which is in the {average}, too." for choice, methods in choices.items()]
 
 
 def missing_seeds(runs: pd.DataFrame, done: pd.DataFrame) -> dict[str, dict[str, str]]:
@@ -175,7 +185,33 @@ def last_line(error: str) -> str:
 
 
 def _model_columns(runs: pd.DataFrame) -> list[str]:
-    return [column for column in runs if column.startswith("config/model.")]
+    """What makes a model; adapters beside its weights do not."""
+    return [column for column in runs if column.startswith("config/model.") and not column.startswith(ADAPTERS)]
+
+
+def _scored(runs: pd.DataFrame) -> bool:
+    return bool(runs[METRIC].notna().any())
+
+
+def _order_of_merit(tried: pd.DataFrame) -> list[Any]:
+    """The index of the settings tried, best first: by score, if there are scores, then by loss."""
+    import pandas as pd
+
+    scores = tried[SCORE].astype(float).fillna(-math.inf)
+    losses = tried["eval/loss"].astype(float).fillna(math.inf)
+    return list(pd.DataFrame({"score": -scores, "loss": losses}).sort_values(["score", "loss"], kind="stable").index)
+
+
+def _merit(tried: pd.DataFrame) -> str:
+    """What `_order_of_merit` goes by, in words."""
+    if not _scored(tried):
+        return "evaluation loss"
+    return f"{tried[METRIC].dropna().iloc[0]} (of equal ones, the evaluation loss)"
+
+
+def _known(keys: pd.DataFrame) -> pd.DataFrame:
+    """`keys` where a missing value, as the task of a pretraining, equals another."""
+    return keys.astype(object).where(keys.notna(), "")
 
 
 def _tried(runs: pd.DataFrame) -> pd.DataFrame:
@@ -214,9 +250,8 @@ def _order(values: pd.Series) -> pd.Series:
 
 def _begun(others: pd.DataFrame, group: pd.DataFrame) -> dict[tuple[int, ...], str]:
     """The seeds of the runs in `others` that would belong to `group`, and what became of them."""
-    same = others[
-        (others[["method", "model", "settings"]] == group[["method", "model", "settings"]].iloc[0]).all(axis=1)
-    ]
+    keys = ["method", "model", TASK, "settings"]
+    same = others[(_known(others[keys]) == _known(group[keys]).iloc[0]).all(axis=1)]
     reasons = [f"{run.status}: {last_line(run.error)}" for run in same.itertuples()]
     return dict(zip(_seeds(same), reasons, strict=True))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sweep.style import add_legend, format_bytes, legend_rows, method_style, new_figure, variant_style
+from sweep.runs import METRIC
+from sweep.style import COLUMN_WIDTH, add_legend, format_bytes, legend_rows, method_style, new_figure, variant_style
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TRAIN = "train, smoothed"
+SMOOTHED = 50  # a training loss is smoothed over this part of a run: short against any trend, long against the noise
+FINETUNING_SMOOTHED = 10  # of a fine-tuning, which has few steps, and few examples in each
+EXAMPLE_LOSS = "loss (mean over examples)"
+STACKED = 3  # more panels than this stand in two columns
 MARKERS = 12  # at most about this many on a line
 
 
@@ -65,8 +70,25 @@ def names(runs: pd.DataFrame) -> list[str]:
 
 def lines_by_label(runs: pd.DataFrame) -> list[Line]:
     """A line for each `label` of `runs`: colour and marker by method, dashes by setting within the method."""
+    return _lines(runs.assign(name=names(runs)))
+
+
+def lines_by_task(tasks: Mapping[str, pd.DataFrame]) -> dict[str, list[Line]]:
+    """The lines of `lines_by_label` for each task; what has the same name in several tasks is drawn alike."""
+    import pandas as pd
+
+    lines = _lines(pd.concat([runs.assign(name=names(runs)) for runs in tasks.values()]))
+    found = {}
+    for task, runs in tasks.items():
+        own = [replace(line, runs=tuple(run for run in line.runs if run in set(runs["run"]))) for line in lines]
+        found[task] = [line for line in own if line.runs]
+    return found
+
+
+def _lines(runs: pd.DataFrame) -> list[Line]:
+    """A line for each `name` within a method, over all its runs."""
     lines = []
-    for method, of_method in runs.assign(name=names(runs)).groupby("method", sort=False):
+    for method, of_method in runs.groupby("method", sort=False):
         colour, marker = method_style(method)
         for index, (name, group) in enumerate(of_method.groupby("name", sort=False)):
             style = {"color": colour, "marker": marker, **variant_style(index)}
@@ -88,12 +110,56 @@ def loss_figure(lines: Sequence[Line], curves: pd.DataFrame, cost: Cost, *, titl
     panel = figure.subplots()
     for line in lines:
         _draw_line(panel, line, by_run, cost=cost)
-    panel.set(xlabel=cost.label, ylabel="loss (nats per token)", xscale=cost.scale)
+    label = EXAMPLE_LOSS if METRIC in curves else "loss (nats per token)"
+    panel.set(xlabel=cost.label, ylabel=label, xscale=cost.scale)
     format_bytes(panel.xaxis)
     handles, _ = panel.get_legend_handles_labels()
     train = Line2D([], [], label=TRAIN, color="0.4", lw=0.6, alpha=0.7)
     add_legend(figure, [*handles, train], title=title)
     return figure
+
+
+def task_figure(tasks: Mapping[str, Sequence[Line]], curves: pd.DataFrame, cost: Cost) -> Figure:
+    """Training loss of `tasks` (see `lines_by_task`) against `cost`, a panel a task (Figure 6 of the paper).
+
+    Seeds are one line, smoothed each and then averaged, with a band from the lowest to the highest; a marker is their
+    mean evaluation loss, wherever they were evaluated.
+
+    Raises:
+        ValueError: a run has no such curve, or the seeds of a line have no step in common.
+    """
+    from matplotlib.lines import Line2D
+
+    by_run = dict(iter(curves.groupby("run", sort=False)))
+    styles = {line.label: line.style for lines in tasks.values() for line in lines}
+    columns = 2 if len(tasks) > STACKED else 1
+    figure = new_figure(panels=math.ceil(len(tasks) / columns), rows=legend_rows(list(styles)))
+    figure.set_figwidth(columns * COLUMN_WIDTH)
+    panels = list(figure.subplots(math.ceil(len(tasks) / columns), columns, squeeze=False).flat)
+    for panel, (task, lines) in zip(panels, tasks.items(), strict=False):
+        for line in lines:
+            _draw_training(panel, line, by_run, cost=cost)
+        panel.set(title=task, xlabel=cost.label, ylabel=EXAMPLE_LOSS, xscale=cost.scale)
+        format_bytes(panel.xaxis)
+    for panel in panels[len(tasks) :]:
+        panel.remove()
+    add_legend(figure, [Line2D([], [], label=label, lw=1.0, ms=4, **style) for label, style in styles.items()])
+    return figure
+
+
+def task_caption(tasks: Mapping[str, Sequence[Line]], cost: Cost) -> str:
+    """What `task_figure` shows, with the number of seeds behind every mean."""
+    several = any(len(line.runs) > 1 for lines in tasks.values() for line in lines)
+    band = " with the range from the lowest to the highest" if several else ""
+    counts = "; ".join(
+        f"{task}: {seeds({line.label: len(line.runs) for line in lines})}" for task, lines in tasks.items()
+    )
+    return (
+        f"Training loss against {cost.caption}, a panel a task; the scale is logarithmic. Each run is smoothed by an "
+        f"exponential average over a span of 1/{FINETUNING_SMOOTHED} of its steps; a line is the mean over the seeds"
+        f"{band} ({counts}). Markers are the mean evaluation loss. Losses are cross-entropies in nats; where a task's "
+        "label is a score, squared errors."
+    )
 
 
 def loss_caption(lines: Sequence[Line], cost: Cost) -> str:
@@ -126,11 +192,22 @@ def _draw_line(panel: Axes, line: Line, curves: dict[str, pd.DataFrame], *, cost
     )
 
 
-def _mean(line: Line, curves: dict[str, pd.DataFrame], *, cost: Cost, y: str) -> pd.DataFrame:
+def _draw_training(panel: Axes, line: Line, curves: dict[str, pd.DataFrame], *, cost: Cost) -> None:
+    train = _mean(line, curves, cost=cost, y="train/loss", smoothed=FINETUNING_SMOOTHED)
+    colour, dashes = line.style["color"], line.style["ls"]
+    if len(line.runs) > 1:
+        panel.fill_between(train["x"], train["low"], train["high"], color=colour, alpha=0.15, lw=0)
+    panel.plot(train["x"], train["mean"], label=line.label, color=colour, ls=dashes, lw=0.9)
+    evaluated = _mean(line, curves, cost=cost, y="eval/loss")
+    marker = {"marker": line.style["marker"], "fillstyle": line.style["fillstyle"]}
+    panel.plot(evaluated["x"], evaluated["mean"], color=colour, ls="", ms=4, mew=0.6, zorder=3, **marker)
+
+
+def _mean(line: Line, curves: dict[str, pd.DataFrame], *, cost: Cost, y: str, smoothed: int = SMOOTHED) -> pd.DataFrame:
     """`x`, and `mean`, `low` and `high` of `y`, by step, over the runs of a line; only steps that all of them have."""
     import pandas as pd
 
-    points = {run: _points(curves.get(run), run, cost=cost, y=y) for run in line.runs}
+    points = {run: _points(curves.get(run), run, cost=cost, y=y, smoothed=smoothed) for run in line.runs}
     table = pd.concat(points, axis="columns", join="inner")
     if table.empty:
         raise ValueError(f"no step with '{y}' is common to the seeds of {line.label}: {', '.join(line.runs)}")
@@ -139,7 +216,7 @@ def _mean(line: Line, curves: dict[str, pd.DataFrame], *, cost: Cost, y: str) ->
     return pd.DataFrame(by_step)
 
 
-def _points(curve: pd.DataFrame | None, run: str, *, cost: Cost, y: str) -> pd.DataFrame:
+def _points(curve: pd.DataFrame | None, run: str, *, cost: Cost, y: str, smoothed: int) -> pd.DataFrame:
     """Columns `x` and `y` of one run by step, where it has both; the training loss is smoothed."""
     import pandas as pd
 
@@ -155,6 +232,5 @@ def _points(curve: pd.DataFrame | None, run: str, *, cost: Cost, y: str) -> pd.D
     if points.empty:
         raise ValueError(f"{run}/metrics.jsonl: no step has both '{cost.key}' and '{y}', so this curve cannot be drawn")
     if y == "train/loss":
-        # A fiftieth of the run: short against any trend, long against the noise from batch to batch.
-        points["y"] = points["y"].ewm(span=max(1, len(points) / 50)).mean()
+        points["y"] = points["y"].ewm(span=max(1, len(points) / smoothed)).mean()
     return points

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sweep.ablations import ABLATIONS, ablation_lines, find_ablation, missing_runs, name_group
 from sweep.compare import best, comparable
-from sweep.curves import COSTS, lines_by_label, loss_caption, loss_figure
-from sweep.runs import find_runs, is_results, read_curves, read_runs
+from sweep.curves import (
+    COSTS,
+    EXAMPLE_LOSS,
+    lines_by_label,
+    lines_by_task,
+    loss_caption,
+    loss_figure,
+    task_caption,
+    task_figure,
+)
+from sweep.runs import KIND_BYTES, KINDS, METRIC, find_runs, is_results, read_curves, read_runs
 from sweep.style import RC, Drawn, save
 from sweep.totals import SPLIT_CAPTION, pareto_caption, pareto_figure, split_figure
 
@@ -24,6 +33,7 @@ if TYPE_CHECKING:
 
 LOSSES = {f"loss_vs_{name}": cost for name, cost in COSTS.items()}
 PARETO, SPLIT = "loss_vs_bytes_per_step", "bytes_by_kind"
+BY_TASK = "loss_vs_bytes"
 NAMES = (*LOSSES, PARETO, SPLIT, *ABLATIONS)
 
 
@@ -66,9 +76,13 @@ def draw_report(
     with mpl.rc_context(RC):
         for name in NAMES if only is None else only:
             if name == PARETO:
-                drawn.append(save(pareto_figure(runs), out, name, pareto_caption(runs)))
+                figure = pareto_figure(runs)
+                for panel in figure.axes if runs[METRIC].notna().any() else ():
+                    panel.set_ylabel(f"final {EXAMPLE_LOSS}")
+                drawn.append(save(figure, out, name, pareto_caption(runs)))
             elif name == SPLIT:
-                drawn.append(save(split_figure(runs), out, name, SPLIT_CAPTION))
+                folded, note = _fold_kinds(runs)
+                drawn.append(save(split_figure(folded), out, name, SPLIT_CAPTION + note))
             elif curves is not None:
                 found = _draw_curves(name, runs, curves, out)
                 if only is not None and not found:
@@ -77,6 +91,35 @@ def draw_report(
             elif only is not None:
                 raise ValueError(f"{name}: needs curves, which rows of a CSV do not have; give the run directories")
     return drawn
+
+
+def draw_tasks(tasks: Mapping[str, pd.DataFrame], curves: pd.DataFrame, out: Path) -> Drawn:
+    """Draw into `out` the training loss of fine-tuning runs against the bytes, a panel a task (`task_figure`).
+
+    Raises:
+        ValueError: a run lacks its curve.
+    """
+    import matplotlib as mpl
+
+    lines, cost = lines_by_task(tasks), COSTS["bytes"]
+    with mpl.rc_context(RC):
+        return save(task_figure(lines, curves, cost), out, BY_TASK, task_caption(lines, cost))
+
+
+def _fold_kinds(runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """`runs` with the bytes of a further kind, as `other_embedding`, in the kind it is one of, and a sentence on it."""
+    parts = {
+        kind: [column for column in runs if column.startswith(KIND_BYTES) and column.endswith(f"_{kind}")]
+        for kind in KINDS
+    }
+    folded = {KIND_BYTES + kind: [KIND_BYTES + kind, *more] for kind, more in parts.items() if more}
+    sums = {kind: runs[columns].astype(float).sum(axis="columns", min_count=1) for kind, columns in folded.items()}
+    note = "".join(
+        f" {', '.join(column.removeprefix(KIND_BYTES) for column in more)} counts as {kind}."
+        for kind, more in parts.items()
+        if more
+    )
+    return runs.assign(**sums), note
 
 
 def _draw_curves(name: str, runs: pd.DataFrame, curves: pd.DataFrame, out: Path) -> list[Drawn]:

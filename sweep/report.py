@@ -1,6 +1,7 @@
 """Compare runs: `python -m sweep.report RUNS… --out DIR` writes tables, figures and one HTML page with both into DIR.
 
-The table has one row a group of runs that differ only in their seeds: `table.md`, `table.tex` (booktabs) and, above the
+The table has one row a group of runs that differ only in their seeds (fine-tuning runs are of one task, and have their
+scores in it; for several tasks there is `sweep.glue`): `table.md`, `table.tex` (booktabs) and, above the
 figures, `report.html`. `table.csv` has one row a run with every value as it was recorded. Runs that are not done stand
 below the table (and in the CSV) with their error. A table compares like with like: runs of another model, data, number
 of tokens or commit are refused unless `--allow-mixed`, and then a column names them.
@@ -12,7 +13,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,22 +34,34 @@ from sweep.compare import (
 from sweep.figures import draw_report
 from sweep.page import Figure, Section, page
 from sweep.runs import COLUMNS as RUN_COLUMNS
-from sweep.runs import describe, find_runs, is_results, read_curves, read_runs, varying
+from sweep.runs import METRIC, SCORES, describe, find_runs, is_results, metrics, read_curves, read_runs, varying
 from sweep.tables import Cell, Table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 NOTHING = "-"
+PERPLEXITY = "eval/perplexity"
 GAP = f"gap to {BASELINE} (nats)"
+SCORE_GAP = f"gap to {BASELINE} (points)"
+POINTS = 100.0  # of a score of 1
 
-NOTES = (
-    "Mean ± sample standard deviation over n seeds; no ± where all seeds agree. A loss is bold where it is lower than "
-    "every other in the column (of the same model, data, tokens and code) by more than the larger of the two standard "
-    "deviations; so nothing is bold beside a row with a single seed, nor in a row that lacks seeds.",
-    f"The gap is the difference of the mean losses ± its standard error. ÷ {BASELINE} is the ratio of bytes/step to "
-    f"{BASELINE}'s on the same model. Both are {NOTHING} without exactly one {BASELINE} to compare with.",
-    "Bytes are one worker's payload, accounting `all` unless the header says `paper`. M = 1e6, G = 1e9.",
+BOLD_NOTE = (
+    "Mean ± sample standard deviation over n seeds; no ± where all seeds agree. A {what} every other in the column (of "
+    "the same model, data, tokens and code) by more than the larger of the two standard deviations; so nothing is bold "
+    "beside a row with a single seed, nor in a row that lacks seeds."
+)
+LOWER = "loss is bold where it is lower than"
+GAP_NOTE = (
+    f"The gap is the difference of the mean {{what}} ± its standard error. ÷ {BASELINE} is the ratio of bytes/step to "
+    f"{BASELINE}'s on the same model. Both are {NOTHING} without exactly one {BASELINE} to compare with."
+)
+BYTES_NOTE = "Bytes are one worker's payload, accounting `all` unless the header says `paper`. M = 1e6, G = 1e9."
+NOTES = (BOLD_NOTE.format(what=LOWER), GAP_NOTE.format(what="losses"), BYTES_NOTE)
+SCORE_NOTES = (
+    BOLD_NOTE.format(what=f"{LOWER}, and a score where it is higher than,"),
+    GAP_NOTE.format(what="scores (by the first metric in the table)"),
+    BYTES_NOTE,
 )
 
 
@@ -56,7 +69,7 @@ NOTES = (
 class Column:
     """A measured column of the table: to `digits` significant digits, in M or G of its unit where `scaled`.
 
-    The lowest value of a `loss` stands out.
+    The lowest value of a `loss` stands out, and the highest of a `score`, which is shown in points.
     """
 
     key: str
@@ -65,11 +78,12 @@ class Column:
     digits: int = 4
     scaled: bool = False
     loss: bool = False
+    score: bool = False
 
 
 TABLE = (
     Column("eval/loss", "eval loss", loss=True),
-    Column("eval/perplexity", "perplexity", loss=True),
+    Column(PERPLEXITY, "perplexity", loss=True),
     Column("tokens", "tokens", scaled=True),
     Column("comm/bytes_per_step", "bytes/step", unit="B", scaled=True),
     Column(RATIO["comm/bytes_per_step"], f"÷ {BASELINE}", digits=3),
@@ -89,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("runs", nargs="+", type=Path, metavar="RUNS", help="a run directory, a folder of some, or a CSV of results")
     add("--out", type=Path, required=True, metavar="DIR", help="where the report goes")
     add("--allow-mixed", action="store_true", help="compare runs of different models, data, tokens or commits")
-    add("--best", action="store_true", help="of each method, only the setting with the lowest loss at the tuning seed")
+    add("--best", action="store_true", help="of each method, only the setting that did best at the tuning seed")
     add("--allow-edge", action="store_true", help="with --best: even if it is at the edge of the values tried")
     add("--readme", nargs=2, metavar=("FILE", "NAME"), help="put the table between FILE's <!-- begin/end NAME -->, too")
     options = parser.parse_args(arguments)
@@ -128,9 +142,9 @@ def report(
     others = runs[runs["status"] != "done"]
     curves = None if any(map(is_results, paths)) else read_curves(done)
     table = table_of(done, missing_seeds(runs, done), notes=notes)
-    below = [_not_done(others)] if len(others) else []
+    below = [not_done(others)] if len(others) else []
     text = "\n".join(part.markdown() for part in (table, *below))
-    filled = _filled(Path(readme[0]), readme[1], table.markdown()) if readme else ""
+    filled = fill(Path(readme[0]), readme[1], table.markdown()) if readme else ""
 
     out.mkdir(parents=True, exist_ok=True)
     figures = tuple(Figure(drawn.png, drawn.caption) for drawn in draw_report(done, curves, out))
@@ -141,7 +155,7 @@ def report(
     (out / "table.md").write_text(text, encoding="utf-8")
     (out / "table.tex").write_text(table.latex(), encoding="utf-8")
     shown = runs.join(done[list(RATIO.values())]).loc[sorted({*done.index, *others.index})]
-    shown.to_csv(out / "table.csv", columns=[*RUN_COLUMNS, *RATIO.values()], index=False)
+    shown.to_csv(out / "table.csv", columns=[*RUN_COLUMNS, *score_columns(done), *RATIO.values()], index=False)
     if readme:
         Path(readme[0]).write_text(filled, encoding="utf-8")
     return text
@@ -152,38 +166,69 @@ def table_of(done: pd.DataFrame, missing: dict[str, dict[str, str]], *, notes: S
     groups = [group for _, group in done.groupby("label", sort=False)]
     lacking = [missing[group["label"].iloc[0]] for group in groups]
     columns: dict[str, list[str | Cell]] = {"method": [group["method"].iloc[0] for group in groups]}
-    done = done.assign(settings=done["settings"].str.replace(r"(, )?\boptimizer\.lr=[^,]*", "", regex=True))
+    done = done.assign(settings=settings_without_rate(done))
     for name in ("settings", "mixed"):
-        if done[name].any():  # the learning rate has a column of its own
-            columns[name] = [done.at[group.index[0], name].removeprefix(", ") or NOTHING for group in groups]
-    columns["n"] = [
-        f"{len(group)} of {len(group) + len(seeds)}" if seeds else str(len(group))
-        for group, seeds in zip(groups, lacking, strict=True)
-    ]
-    columns["lr"] = [_number(group["lr"].iloc[0]) for group in groups]
-    for column in TABLE:
-        title, unit = _unit(column, largest=done[column.key].astype(float).max())
+        if done[name].any():
+            columns[name] = [done.at[group.index[0], name] or NOTHING for group in groups]
+    columns["n"] = [count(group, seeds) for group, seeds in zip(groups, lacking, strict=True)]
+    columns["lr"] = [number(group["lr"].iloc[0]) for group in groups]
+    table = _columns(done)
+    gap_of = next((column.key for column in table if column.score), "eval/loss")
+    for column in table:
+        title, unit = unit_of(column, largest=done[column.key].astype(float).max())
         samples = [Sample.of(group[column.key].astype(float) / unit) for group in groups]
-        bold = _best_rows(groups, samples, lacking) if column.loss else set()
-        columns[title] = [Cell(_cell(one, digits=column.digits), row in bold) for row, one in enumerate(samples)]
-        if column.key == "eval/loss":
-            columns[GAP] = list(_gaps(groups, samples))
+        bold = best_rows(groups, samples, lacking, highest=column.score) if column.loss or column.score else set()
+        columns[title] = [Cell(cell_text(one, column), row in bold) for row, one in enumerate(samples)]
+        if column.key == gap_of:
+            decimals = 2 if column.score else 3
+            columns[SCORE_GAP if column.score else GAP] = list(gaps(groups, samples, decimals=decimals))
 
     common = [name for name in SAME if name != "tokens" and not varying(done, [name])]
-    gone = [
+    rows = tuple(zip(*columns.values(), strict=True))
+    below = SCORE_NOTES if gap_of != "eval/loss" else NOTES
+    return Table(describe(done.head(1), common)[0], tuple(columns), rows, (*notes, *gone(groups, lacking), *below))
+
+
+def _columns(done: pd.DataFrame) -> list[Column]:
+    """`TABLE`; where runs have scores, these in the place of the perplexity, which means nothing there."""
+    scores = [Column(f"eval/{metric}", f"{metric} (×100)", score=True) for metric in metrics(done)]
+    at = [column.key for column in TABLE].index(PERPLEXITY)
+    return [*TABLE[:at], *scores, *TABLE[at + 1 :]] if scores else list(TABLE)
+
+
+def score_columns(done: pd.DataFrame) -> list[str]:
+    """The columns of a CSV with what runs scored; none where there are no scores."""
+    return [*SCORES, *(f"eval/{metric}" for metric in metrics(done))] if done[METRIC].notna().any() else []
+
+
+def settings_without_rate(done: pd.DataFrame) -> pd.Series:
+    """The column `settings` without the learning rate, which has a column of its own."""
+    return done["settings"].str.replace(r"(, )?\boptimizer\.lr=[^,]*", "", regex=True).str.removeprefix(", ")
+
+
+def count(group: pd.DataFrame, lacking: dict[str, str]) -> str:
+    """How many runs a group has, and of how many if it lacks some."""
+    return f"{len(group)} of {len(group) + len(lacking)}" if lacking else str(len(group))
+
+
+def gone(groups: list[pd.DataFrame], lacking: list[dict[str, str]]) -> list[str]:
+    """A sentence for each group that lacks seeds."""
+    return [
         f"{group['label'].iloc[0]}: {'; '.join(f'{seed} missing ({why})' for seed, why in seeds.items())}."
         for group, seeds in zip(groups, lacking, strict=True)
         if seeds
     ]
-    rows = tuple(zip(*columns.values(), strict=True))
-    return Table(describe(done.head(1), common)[0], tuple(columns), rows, (*notes, *gone, *NOTES))
 
 
-def _best_rows(groups: list[pd.DataFrame], samples: list[Sample], lacking: list[dict[str, str]]) -> set[int]:
-    """The rows to set in bold: the clearly lowest of each kind of comparable groups, unless it lacks seeds.
+def best_rows(
+    groups: list[pd.DataFrame], samples: list[Sample], lacking: list[dict[str, str]], *, highest: bool = False
+) -> set[int]:
+    """The rows to set in bold: of each kind of comparable groups the clearly lowest, or highest, unless it lacks seeds.
 
     A mean of the seeds that came through says nothing of those that did not.
     """
+    if highest:
+        samples = [replace(sample, mean=-sample.mean) for sample in samples]
     lowest = set()
     for rows in _by_kind(groups).values():
         index = clearly_lowest([samples[row] for row in rows])
@@ -192,17 +237,17 @@ def _best_rows(groups: list[pd.DataFrame], samples: list[Sample], lacking: list[
     return lowest
 
 
-def _gaps(groups: list[pd.DataFrame], samples: list[Sample]) -> list[str]:
-    """For each group its mean loss minus that of the one group of the baseline that it compares with."""
-    gaps = [NOTHING] * len(groups)
+def gaps(groups: list[pd.DataFrame], samples: list[Sample], *, decimals: int) -> list[str]:
+    """For each group its mean minus that of the one group of the baseline that it compares with."""
+    found = [NOTHING] * len(groups)
     for rows in _by_kind(groups).values():
         baselines = [row for row in rows if groups[row]["method"].iloc[0] == BASELINE]
         for row in rows if len(baselines) == 1 else ():
             gap, error = difference(samples[row], samples[baselines[0]])
             if row != baselines[0] and math.isfinite(gap):
-                spread = f" ± {error:.3f}" if math.isfinite(error) else ""
-                gaps[row] = f"{gap:+.3f}{spread}".replace("-", "−")
-    return gaps
+                spread = f" ± {error:.{decimals}f}" if math.isfinite(error) else ""
+                found[row] = f"{gap:+.{decimals}f}{spread}".replace("-", "−")
+    return found
 
 
 def _by_kind(groups: list[pd.DataFrame]) -> dict[str, list[int]]:
@@ -213,14 +258,15 @@ def _by_kind(groups: list[pd.DataFrame]) -> dict[str, list[int]]:
     return kinds
 
 
-def _not_done(others: pd.DataFrame) -> Table:
+def not_done(others: pd.DataFrame) -> Table:
+    """The runs that are not done, with their errors."""
     shown = [name for name in ("run", "method", "settings", "status") if others[name].any()]
     columns = {name: list(others[name].fillna(NOTHING)) for name in shown}
     columns["error"] = [last_line(error) for error in others["error"]]
     return Table("Not in the table:", tuple(columns), tuple(zip(*columns.values(), strict=True)))
 
 
-def _filled(file: Path, name: str, text: str) -> str:
+def fill(file: Path, name: str, text: str) -> str:
     """The text of `file` with `text` between its comments `begin NAME` and `end NAME`, in the place of what is there.
 
     Raises:
@@ -235,24 +281,28 @@ def _filled(file: Path, name: str, text: str) -> str:
     return f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
 
 
-def _unit(column: Column, *, largest: float) -> tuple[str, float]:
+def unit_of(column: Column, *, largest: float) -> tuple[str, float]:
     """The header of a column and what to divide its values by: one unit for all, so that they compare at a glance."""
+    if column.score:
+        return column.title, 1 / POINTS
     if not column.scaled:
         return f"{column.title} ({column.unit})" if column.unit else column.title, 1.0
     prefix, unit = ("G", 1e9) if largest >= 1e9 else ("M", 1e6)
     return f"{column.title} ({prefix}{column.unit})", unit
 
 
-def _cell(sample: Sample, *, digits: int) -> str:
+def cell_text(sample: Sample, column: Column) -> str:
+    """Mean ± deviation, to the digits of `column`; a score always to hundredths of a point."""
     if math.isnan(sample.mean):
         return NOTHING
     mean = abs(sample.mean)
-    decimals = max(0, digits - 1 - math.floor(math.log10(mean))) if mean and math.isfinite(mean) else 0
+    decimals = max(0, column.digits - 1 - math.floor(math.log10(mean))) if mean and math.isfinite(mean) else 0
+    decimals = 2 if column.score else decimals
     spread = f" ± {sample.std:.{decimals}f}" if sample.std > 0 else ""
     return f"{sample.mean:.{decimals}f}{spread}"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     import pandas as pd
 
     return NOTHING if pd.isna(value) else f"{value:g}"

@@ -36,6 +36,11 @@ MEASURES = (
     "duration_s",
 )
 LOSSES = ("eval/loss", "eval/perplexity")
+# Of a fine-tuning; its metrics follow, each as eval/NAME. A pretraining has none, and a CSV without any has no column.
+TASK = "task"
+SCORE, METRIC, SPLIT = "eval/score", "eval/metric", "eval/split"
+SCORES = (TASK, SPLIT, "eval/examples", METRIC, SCORE)
+EPOCHS = "config/trainer.epochs"
 PROVENANCE = ("config_hash", "git_commit")
 DATA_HASHES = ("corpus_sha256", "tokenizer_sha256")
 KINDS = ("embedding", "linear", "head", "vector")  # of blocks; others, if any, follow
@@ -86,7 +91,8 @@ def read_runs(paths: Iterable[Path]) -> pd.DataFrame:
 
     `status` is `done` or `failed` as the run says, `unfinished` without a summary.json, and `unreadable` when a file
     is damaged or lacks a key; `error` tells why a run is not done. `settings` names the configuration in which the runs
-    of one method and model differ besides their seeds, e.g. `rank.linear=16`; it is empty where they do not.
+    of one method, model and task differ besides their seeds, e.g. `rank.linear=16`; it is empty where they do not.
+    The columns of `SCORES` are there in any case, and one for each metric that a run names.
     """
     import pandas as pd
 
@@ -94,7 +100,9 @@ def read_runs(paths: Iterable[Path]) -> pd.DataFrame:
     for path in paths:
         rows += read_results(path) if is_results(path) else [read_run(path)]
     runs = pd.DataFrame(rows)
-    runs = runs.reindex(columns=[*COLUMNS, *sorted(set(runs) - set(COLUMNS))])
+    named = {f"eval/{metric}" for metric in runs.get(METRIC, pd.Series(dtype=object)).dropna()}
+    first = (*COLUMNS, *SCORES)
+    runs = runs.reindex(columns=[*first, *sorted((set(runs) | named) - set(first))])
     runs = runs.astype(dict.fromkeys(INTEGERS, "Int64"))
     runs["settings"] = _settings(runs)
     order = sorted(range(len(runs)), key=lambda index: _rank(runs.iloc[index]))
@@ -116,6 +124,8 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     missing = [column for column in ("run", "status", "method", "model", "config_hash") if column not in runs]
     if missing or runs.empty:
         raise ValueError(f"{path}: no CSV of results: {'it has no row' if runs.empty else f'{missing[0]} is missing'}")
+    if TASK not in runs and "config/data.task" in runs:
+        runs[TASK] = runs["config/data.task"]
     return [{str(key): value for key, value in row.items()} for row in runs.to_dict("records")]
 
 
@@ -131,7 +141,7 @@ def read_run(path: Path) -> dict[str, Any]:
         row |= {f"config/{key}": value for key, value in config.items()}
         row |= {"method": config.get("optimizer.name"), "model": config.get("model.name")}
         row |= {"lr": config.get("optimizer.lr"), "dry_run": bool(config.get("dry_run"))}
-        row |= {"seed": config.get("seed"), "data_seed": config.get("data_seed")}
+        row |= {"seed": config.get("seed"), "data_seed": config.get("data_seed"), TASK: config.get("data.task")}
         if row["method"] is None or row["model"] is None:
             raise ValueError("config.yaml lacks optimizer.name or model.name")
         if not (path / "summary.json").exists():
@@ -150,6 +160,8 @@ def _read_summary(path: Path, *, dry_run: bool) -> dict[str, Any]:
     if missing and summary.get("status") in ("done", None):
         raise ValueError(f"summary.json lacks {', '.join(missing)}")
     row = {key: summary.get(key) for key in ("status", *LOSSES, *MEASURES, *PROVENANCE)}
+    if METRIC in summary:
+        row |= {key: value for key, value in summary.items() if key.startswith("eval/") and key != "eval/tokens"}
     data = summary.get("data") or {}
     row |= {key: data.get(key) for key in DATA_HASHES}
     for split in (summary.get("comm/by_role") or {}).values():
@@ -190,6 +202,16 @@ def read_curve(path: Path) -> pd.DataFrame:
     if not lines:
         raise ValueError(f"{file}: empty, so this run has no curve")
     return pd.DataFrame(lines).groupby("step", as_index=False).first()
+
+
+def metrics(runs: pd.DataFrame) -> list[str]:
+    """The metrics that `runs` have, those that tables show first: of each, `eval/NAME` is a column."""
+    shown = list(dict.fromkeys(runs[METRIC].dropna()))
+    others = {
+        column.removeprefix("eval/") for column in runs if column.startswith("eval/") and runs[column].notna().any()
+    }
+    facts = {key.removeprefix("eval/") for key in (*LOSSES, *SCORES)}
+    return [*shown, *sorted(others - facts - set(shown))]
 
 
 def is_setting(column: str) -> bool:
@@ -235,7 +257,7 @@ def _text(value: Any) -> str:
 def _settings(runs: pd.DataFrame) -> pd.Series:
     columns = [column for column in runs if is_setting(column)]
     settings = runs["settings"].astype(object)
-    for _, group in runs.groupby(["method", "model"], dropna=False):
+    for _, group in runs.groupby(["method", "model", TASK], dropna=False):
         # A run that never finished has no world size; that must not make the others look different.
         sizes = varying(group.dropna(subset="world_size"), ["world_size"])
         settings.loc[group.index] = describe(group, [*varying(group, columns), *sizes])
