@@ -97,9 +97,13 @@ def prepare(config: DataConfig, *, vocab_size: int) -> Prepared[Rows]:
     return Prepared(folder=folder, train=Rows(folder, "train"), validation=Rows(folder, "validation"), record=record)
 
 
-def prepare_glue(config: GlueConfig, *, tokenizer: Path, vocab_size: int, pad_token: int) -> Prepared[Examples]:
+def prepare_glue(
+    config: GlueConfig, *, tokenizer: Path, vocab_size: int, pad_token: int, token_types: int
+) -> Prepared[Examples]:
     """Make the labelled rows that ``config`` describes, or find them in the cache; see `data.examples.prepare_examples`
     for arguments and errors."""
-    folder = prepare_examples(config, tokenizer=tokenizer, vocab_size=vocab_size, pad_token=pad_token)
+    folder = prepare_examples(
+        config, tokenizer=tokenizer, vocab_size=vocab_size, pad_token=pad_token, token_types=token_types
+    )
     record = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     return Prepared(folder, Examples(folder, "train"), Examples(folder, "validation"), record)

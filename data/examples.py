@@ -156,10 +156,10 @@ class Examples(Dataset[int]):
         return {**self.__dict__, "_arrays": {}}
 
 
-def prepare_examples(config: GlueConfig, *, tokenizer: Path, vocab_size: int, pad_token: int) -> Path:
+def prepare_examples(config: GlueConfig, *, tokenizer: Path, vocab_size: int, pad_token: int, token_types: int) -> Path:
     """Make the rows that `config` describes with the tokenizer in the folder `tokenizer`, or find them in the cache.
 
-    `vocab_size` and `pad_token` are the model's. Returns the folder, whose `meta.json` is the record of
+    `vocab_size`, `pad_token` and `token_types` are the model's. Returns the folder, whose `meta.json` is the record of
     `data.Prepared`, with `task`, `source`, `splits` (examples of each part of the validation split) and, by split, the
     tokens of the `longest` row. Safe to call from all ranks at once.
 
@@ -176,6 +176,11 @@ def prepare_examples(config: GlueConfig, *, tokenizer: Path, vocab_size: int, pa
     if encoder.pad_token != pad_token:
         raise ValueError(
             f"model.pad_token_id={pad_token}, but the tokenizer in '{tokenizer}' pads with {encoder.pad_token}; set "
+            f"data.tokenizer to the model's own"
+        )
+    if encoder.token_types > token_types and len(TASKS[config.task].sentences) > 1:
+        raise ValueError(
+            f"model.token_types={token_types}, but the tokenizer in '{tokenizer}' has {encoder.token_types}; set "
             f"data.tokenizer to the model's own"
         )
     splits = load(config.task, config.path)
@@ -202,10 +207,17 @@ class _Encoder:
     def __init__(self, folder: Path, sequence_length: int) -> None:
         from transformers import AutoTokenizer  # seconds: only when it is asked for
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # transformers and tokenizers report a bad file in many ways
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"data.tokenizer: the tokenizer in '{folder}' cannot be read ({type(error).__name__}: {reason})"
+            ) from error
         self._length = sequence_length
         self.vocabulary = len(self._tokenizer)
         self.pad_token = self._tokenizer.pad_token_id
+        self.token_types = 1 + max(self._tokenizer("a", "b", return_token_type_ids=True)["token_type_ids"])
         state = [*sorted(self._tokenizer.get_vocab().items()), self._tokenizer("a b", "c")["input_ids"]]
         self.sha256 = hashlib.sha256(json.dumps(state).encode()).hexdigest()
 

@@ -141,7 +141,10 @@ def made_once(cache_dir: str, determines: Mapping[str, Any], make: Callable[[Pat
     cache = Path(cache_dir)
     folder = cache / key
     if not folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"data.cache_dir={cache_dir}: no folder can be made there ({error.strerror})") from error
         with FileLock(cache / f"{key}.lock"):
             if not folder.exists():
                 log.info("preparing %s", folder)

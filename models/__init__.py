@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from models.encoder import Encoder, EncoderConfig
 from models.llama import Llama, LlamaConfig, build, load_safetensors, next_token_losses, save_safetensors
-from models.pretrained import check_shape, locate, locate_tokenizer
+from models.pretrained import locate, locate_tokenizer
 
 __all__ = [
     "Encoder",
@@ -28,7 +28,6 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "build",
-    "check_shape",
     "load_safetensors",
     "locate",
     "locate_tokenizer",

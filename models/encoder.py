@@ -66,6 +66,10 @@ class EncoderConfig:
                 raise ValueError(f"model.{key}: must be a whole number of at least {least}, got {value!r}")
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout: must be a number from 0 up to but not including 1, got {self.dropout!r}")
+        if self.pad_token_id >= self.vocab_size:
+            raise ValueError(
+                f"model.pad_token_id: {self.pad_token_id} is no token of model.vocab_size, {self.vocab_size}"
+            )
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"model.hidden_size: {self.hidden_size} is not divisible by model.num_heads, {self.num_heads}"

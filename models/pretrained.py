@@ -16,6 +16,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from models.llama import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
@@ -57,6 +58,8 @@ def locate(weights: str, revision: str | None) -> Path:
         ValueError: If the package is not installed, a folder lacks a file, or `weights` can be none of the three.
         ConnectionError: If the Hub is needed and does not deliver.
     """
+    if not isinstance(weights, str) or not weights:
+        raise ValueError(f"model.weights must be a folder, package:NAME/FOLDER or an id on the Hub, got {weights!r}")
     if weights.startswith((".", "/", "~", PACKAGE)) or Path(weights).is_dir():
         folder = local_folder(weights, key="model.weights")
     elif HUB_ID.fullmatch(weights):
@@ -127,7 +130,7 @@ def _lacking(folder: Path) -> str:
     if not (folder / CONFIG_FILE).is_file():
         return CONFIG_FILE
     if (folder / INDEX_FILE).is_file():
-        shards = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
+        shards = sorted(set(_read_json(folder / INDEX_FILE).get("weight_map", {}).values()))
         if missing := [name for name in shards if not (folder / name).is_file()]:
             return str(missing[0])
     elif not (folder / WEIGHTS_FILE).is_file():
@@ -140,26 +143,42 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"model.weights: '{path}' is not JSON ({error}); download it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"model.weights: '{path}' is no JSON object; download it again")
+    return content
+
+
 def load(folder: Path, config: PretrainedConfig, *, fresh: Sequence[str]) -> nn.Module:
     """transformers' classifier of `config` with the weights of `folder`, in fp32 on the CPU.
 
     Parameters whose names begin with one of `fresh` may be absent; they are then drawn from the global generator.
 
-    Raises `ValueError` where `config.json` differs from `config`, and where the checkpoint lacks another parameter or
-    has one of another shape.
+    Raises `ValueError` where `config.json` differs from `config`, and where the checkpoint cannot be read, lacks
+    another parameter or has one of another shape.
     """
     from transformers import AutoModelForSequenceClassification
 
     check_shape(folder, config)
-    with _quiet():
-        network, report = AutoModelForSequenceClassification.from_pretrained(
-            folder,
-            config=config,
-            dtype=torch.float32,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,  # they come back in the report, where a plain load prints a table
-            output_loading_info=True,
-        )
+    try:
+        with _quiet():
+            network, report = AutoModelForSequenceClassification.from_pretrained(
+                folder,
+                config=config,
+                dtype=torch.float32,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # they come back in the report, where a plain load prints a table
+                output_loading_info=True,
+            )
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"model.weights: the weights in '{folder}' cannot be read ({type(error).__name__}: {error}); download them "
+            f"again"
+        ) from error
     if missing := sorted(name for name in report["missing_keys"] if not name.startswith(tuple(fresh))):
         raise ValueError(f"model.weights: '{folder}' lacks {missing[0]} ({len(missing)} parameters in all)")
     for name, found, needed in sorted(report["mismatched_keys"]):
@@ -172,7 +191,7 @@ def load(folder: Path, config: PretrainedConfig, *, fresh: Sequence[str]) -> nn.
 
 def check_shape(folder: Path, config: PretrainedConfig) -> None:
     """Compares `config.json` in `folder` with `config`; `ValueError` naming the first key in which they differ."""
-    stored: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
+    stored = _read_json(folder / CONFIG_FILE)
     for entry in (*KEYS, *CONSTANTS):
         needed = config.model_type if entry == "model_type" else getattr(config, entry)
         # What a file leaves out has the default of its architecture, which is compared first.

