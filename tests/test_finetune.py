@@ -19,6 +19,7 @@ from torch import nn
 import data
 import train
 from data.batches import evaluation_batches, training_steps
+from sweep.runs import read_run
 from tests.distributed import run
 from tests.finetuning import BATCH, TRAIN, VALIDATION, job
 from tests.jobs import (
@@ -308,6 +309,17 @@ def test_the_record_of_a_run(finished: Path) -> None:
     assert record.summary["steps"] == 3 and record.rows[-1]["eval/f1"] == record.summary["eval/f1"]
     facts = without_times(record.summary)["data"]
     assert (facts["task"], facts["train"]["rows"], facts["splits"]) == ("mrpc", TRAIN, {"validation": VALIDATION})
+
+
+def test_a_run_that_fails_before_its_first_step_is_reported_with_its_error(folder: Path, tmp_path: Path) -> None:
+    def fail(model: nn.Module) -> None:
+        raise MemoryError("of the model")
+
+    config = job(folder)
+    with altered_model(fail), pytest.raises(MemoryError):
+        run_job(config, tmp_path, prepare(config))
+    row = read_run(tmp_path)
+    assert (row["status"], row["method"]) == ("failed", "tsr") and row["error"].startswith("MemoryError: of the model")
 
 
 # Weight decay

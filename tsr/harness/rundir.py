@@ -96,7 +96,7 @@ class RunDirectory:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self.summary_path.unlink(missing_ok=True)
-        write_atomically(self.path / "config.yaml", OmegaConf.to_yaml(self.config))
+        self._write_config()
         kept = [json.dumps(row) for row in read_rows(source or self.metrics_path) if row["step"] <= resumed_step]
         write_atomically(self.metrics_path, "".join(f"{line}\n" for line in kept))
 
@@ -115,6 +115,11 @@ class RunDirectory:
         # One short write into a file that must not exist yet: of workers that fail together, one gets its word in.
         with contextlib.suppress(FileExistsError), self.summary_path.open("x") as file:
             file.write(json.dumps(record, indent=2) + "\n")
+        if not (self.path / "config.yaml").exists():  # it failed before it began: a report still names the job
+            self._write_config()
+
+    def _write_config(self) -> None:
+        write_atomically(self.path / "config.yaml", OmegaConf.to_yaml(self.config))
 
     def log_to_file(self, *, rank: int) -> None:
         """Send the log to `train.log` and the terminal: all of it on the first worker, errors alone on the others."""
