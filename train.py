@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 import data
+from data.tasks import TASKS
 from sweep.results import Results
 from sweep.tables import blocks_table
 from tsr import Communicator
@@ -53,7 +54,6 @@ from tsr.harness.mirror import Mirror
 from tsr.harness.rundir import LOGGER, RunDirectory, provenance
 from tsr.harness.settings import JobSettings, Schedule, TrainerSettings, from_group
 from tsr.harness.summary import summarise
-from tsr.harness.tasks import TASKS
 
 Config = dict[str, Any]
 register_resolvers()

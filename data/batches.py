@@ -10,19 +10,20 @@ there is no loader state to save.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 
-class Source(Protocol):
-    """Rows to serve, `data.rows.Rows` or `data.examples.Examples`.
+class Source(Dataset[Any], ABC):
+    """Rows to serve: `data.rows.Rows` or `data.examples.Examples`.
 
     ``whole_epochs``: a batch never holds rows of two epochs. ``by_length``: rows have no common length, so that those
     of like length are put into one micro-batch.
@@ -31,16 +32,21 @@ class Source(Protocol):
     whole_epochs: bool
     by_length: bool
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Any: ...
-
     @property
-    def lengths(self) -> NDArray[Any]: ...
+    @abstractmethod
+    def lengths(self) -> NDArray[Any]:
+        """Real tokens of each row, [N]."""
 
-    def collate(self, rows: Sequence[Any]) -> Any: ...
+    @abstractmethod
+    def collate(self, rows: Sequence[Any]) -> Any:
+        """Rows as one batch."""
 
-    def count(self, indices: NDArray[np.int64]) -> tuple[int, int, int]: ...
+    @abstractmethod
+    def count(self, indices: NDArray[np.int64]) -> tuple[int, int, int]:
+        """Real tokens, positions and loss tokens of these rows."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ def training_steps(
     own = partial(_own, source, size=micro_batch, rank=rank, world_size=world_size)
     steps = range(first_step, last_step + 1)
     loader: DataLoader[Any] = DataLoader(
-        source,  # type: ignore[arg-type]  # a dataset by its methods, not by its class
+        source,
         batch_sampler=(indices for step in steps for indices in own(whole_batch(step))),
         collate_fn=source.collate,
         num_workers=num_workers,

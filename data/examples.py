@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
+from data.batches import Source
 from data.config import check_at_least, check_text
 from data.glue import REPOSITORY, REVISION, TASKS, Example, Splits, content_sha256, find_task, load
 from data.rows import made_once, write_json
@@ -99,7 +99,7 @@ class LabelledBatch:
         return LabelledBatch(*(value.to(device) for value in vars(self).values()))
 
 
-class Examples(Dataset[int]):
+class Examples(Source):
     """The rows of one split, read from disk as they are asked for. Picklable; each process maps the files itself."""
 
     whole_epochs = True

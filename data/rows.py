@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from filelock import FileLock
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from data.batches import Source
 from data.corpora import Corpus, Documents, Split
 from data.tokenizer import Tokenizer
 
@@ -58,7 +58,7 @@ class Batch:
         return Batch(self.tokens.to(device), self.lengths.to(device))
 
 
-class Rows(Dataset[tuple[torch.Tensor, int]]):
+class Rows(Source):
     """The rows of one split, read from disk as they are asked for. Picklable; each process maps the files itself."""
 
     whole_epochs = False

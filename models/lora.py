@@ -6,7 +6,6 @@ training starts from the pretrained function.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -39,15 +38,15 @@ class Lora:
     """
 
     rank: int = 8
-    alpha: float = 16
+    alpha: int = 16
     dropout: float = 0.0
     modules: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
             raise ValueError(f"model.lora.rank: must be a whole number of at least 1, got {self.rank!r}")
-        if type(self.alpha) not in (int, float) or not 0 < self.alpha < math.inf:
-            raise ValueError(f"model.lora.alpha: must be a positive number, got {self.alpha!r}")
+        if type(self.alpha) is not int or self.alpha < 1:
+            raise ValueError(f"model.lora.alpha: must be a whole number of at least 1, got {self.alpha!r}")
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
             raise ValueError(
                 f"model.lora.dropout: must be a number from 0 up to but not including 1, got {self.dropout!r}"
@@ -88,7 +87,7 @@ def add_adapters(network: nn.Module, lora: Lora, *, trainable: Sequence[str]) ->
     inject_adapter_in_model(
         LoraConfig(
             r=lora.rank,
-            lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft divides by the rank; a fraction does no harm
+            lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
             target_modules=rf".*\.layer\.\d+\.({places})",
         ),

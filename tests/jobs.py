@@ -27,13 +27,13 @@ from torch.utils._pytree import tree_flatten_with_path
 
 import data
 import train
+from data.tasks import TASKS
 from tsr.harness import checkpoint
 from tsr.harness.hydra_hooks import plain
 from tsr.harness.launch import World
 from tsr.harness.loop import Objective
 from tsr.harness.rundir import LOGGER, RunDirectory, read_rows
 from tsr.harness.settings import TrainerSettings
-from tsr.harness.tasks import TASKS
 
 Config = dict[str, Any]
 

@@ -19,6 +19,7 @@ from torch import nn
 import data
 import train
 from data.batches import evaluation_batches, training_steps
+from data.tasks import TASKS
 from sweep.runs import read_run
 from tests.distributed import run
 from tests.finetuning import BATCH, TRAIN, VALIDATION, job
@@ -35,7 +36,6 @@ from tests.jobs import (
 )
 from tsr import AdamW
 from tsr.harness.loop import dropout_seed
-from tsr.harness.tasks import TASKS
 
 Jobs = list[tuple[Config, Path, "data.Prepared[data.Examples]"]]
 FINETUNE = TASKS["finetune"]

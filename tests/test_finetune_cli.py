@@ -66,7 +66,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(overrides: str, message: str, 
 
 
 def cut(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:100])  # type: ignore[return-value]
+    def apply(folder: Path) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes()[:100])
+
+    return apply
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ def test_lora_on_some_modules() -> None:
     [
         ({"rank": 0}, r"model\.lora\.rank: must be a whole number of at least 1, got 0"),
         ({"rank": True}, r"model\.lora\.rank: must be a whole number of at least 1, got True"),
-        ({"alpha": 0}, r"model\.lora\.alpha: must be a positive number, got 0"),
+        ({"alpha": 0}, r"model\.lora\.alpha: must be a whole number of at least 1, got 0"),
         ({"dropout": 1.0}, r"model\.lora\.dropout: must be a number from 0 up to but not including 1, got 1\.0"),
         ({"modules": ["query", "q_proj"]}, r"model\.lora\.modules: .*query, key, value, .*, got \['query', 'q_proj'\]"),
         ({"modules": []}, r"model\.lora\.modules: must be null, for all, or a list of some of .*, got \[\]"),
