@@ -16,9 +16,10 @@ rank its part of each global batch, as a function of (data seed, step, index in 
 number of workers nor a restart changes what a step sees.
 
 Modules: :mod:`~data.config` (what a user may ask for), :mod:`~data.corpora` (documents), :mod:`~data.tokenizer`,
-:mod:`~data.rows` (the files), :mod:`~data.batches` (serving). For fine-tuning: :mod:`~data.glue` (the tasks and their
-sentences), :mod:`~data.examples` (rows with labels), :mod:`~data.scores` (metrics and predictions). :mod:`data.tasks` joins data and
-models: what a job trains for.
+:mod:`~data.rows` (the files), :mod:`~data.batches` (serving).
+
+For fine-tuning: :mod:`~data.glue` (the tasks and their sentences), :mod:`~data.examples` (rows with labels),
+:mod:`~data.scores` (metrics and predictions). :mod:`data.tasks` joins data and models: what a job trains for.
 """
 
 from __future__ import annotations
