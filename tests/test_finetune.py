@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torch import nn
 import data
 import train
 from data.batches import evaluation_batches, training_steps
+from data.glue import TASKS as GLUE_TASKS
 from data.tasks import TASKS
 from sweep.runs import read_run
 from tests.distributed import run
@@ -30,7 +32,6 @@ from tests.jobs import (
     assert_same_run,
     read_record,
     run_job,
-    run_jobs,
     stopping_before,
     without_times,
 )
@@ -40,6 +41,7 @@ from tsr.harness.loop import dropout_seed
 Jobs = list[tuple[Config, Path, "data.Prepared[data.Examples]"]]
 FINETUNE = TASKS["finetune"]
 STEPS = 6  # two epochs of batches of 8, 8 and 5
+SEED = 5
 METRICS = {
     "cola": {"matthews": sklearn.metrics.matthews_corrcoef},
     "mrpc": {"f1": sklearn.metrics.f1_score, "accuracy": sklearn.metrics.accuracy_score},
@@ -85,6 +87,8 @@ def test_every_epoch_holds_every_example_once_and_ends_with_what_is_left(world_s
         ):
             assert step.loss_tokens == (BATCH if step.step % 3 else TRAIN % BATCH)
             assert all(1 <= len(batch.index) <= 3 for batch in step.micro_batches)
+            lengths = [int(length) for batch in step.micro_batches for length in batch.lengths]
+            assert lengths == sorted(lengths)  # rows of like length share a micro-batch, which saves padding
             served.setdefault(step.step, []).extend(int(i) for batch in step.micro_batches for i in batch.index)
     assert {step: len(indices) for step, indices in served.items()} == {1: 8, 2: 8, 3: 5, 4: 8, 5: 8, 6: 5}
     first, second = [[i for step in epoch for i in served[step]] for epoch in ((1, 2, 3), (4, 5, 6))]
@@ -149,7 +153,7 @@ def test_the_loss_is_that_of_transformers(task: str, folder: Path) -> None:
 
 def run_layouts(jobs: Sequence[tuple[str, Path, Path]], nproc: int) -> None:
     for method, folder, directory in jobs:
-        config = exact(folder, method, f"nproc={nproc}")
+        config = exact(folder, method, "data.task=stsb", f"nproc={nproc}")
         run_job(config, directory, prepare(config))
 
 
@@ -162,7 +166,7 @@ def test_two_workers_train_what_one_does(folder: Path, tmp_path: Path) -> None:
     run(2, run_layouts, jobs[2], 2)
     for method in methods:
         one, two = (read_record(tmp_path / f"{method}-{nproc}") for nproc in (1, 2))
-        start = train.build_model(exact(folder, method), "cpu").state_dict()
+        start = train.build_model(exact(folder, method, "data.task=stsb"), "cpu").state_dict()
         moved = sum(float((value - start[name]).norm() ** 2) for name, value in one.weights.items()) ** 0.5
         apart = sum(float((value - two.weights[name]).norm() ** 2) for name, value in one.weights.items()) ** 0.5
         assert moved > 0.1 and apart <= 1e-6 * moved, method
@@ -171,13 +175,30 @@ def test_two_workers_train_what_one_does(folder: Path, tmp_path: Path) -> None:
             assert row["loss_tokens"] == other["loss_tokens"]
             assert row["train/loss"] == pytest.approx(other["train/loss"], rel=1e-9)
         assert one.summary["eval/loss"] == pytest.approx(two.summary["eval/loss"], rel=1e-9)
-        assert one.summary["eval/f1"] == two.summary["eval/f1"]
+        answers = [
+            [float(text) for text in predictions(tmp_path / f"{method}-{nproc}/predictions/STS-B.tsv")]
+            for nproc in (1, 2)
+        ]
+        assert answers[0] == pytest.approx(answers[1], rel=1e-9) and len(set(answers[0])) == VALIDATION
+
+
+def test_the_gradient_is_that_of_the_mean_over_the_examples_there_are(folder: Path, tmp_path: Path) -> None:
+    """Also where the batch is not full: here of 21 examples where it takes 32."""
+    config = exact(folder, "adamw", "trainer.epochs=1", "trainer.global_batch=32")
+    prepared = prepare(config)
+    run_job(config, tmp_path, prepared)
+    (row,) = read_record(tmp_path).rows
+    model = train.build_model(config, "cpu")
+    FINETUNE.objective(model, prepared.train.collate(range(TRAIN)))[0].mean().backward()
+    norms = [value.grad.norm() for value in model.parameters() if value.grad is not None]
+    assert row["train/grad_norm"] == pytest.approx(float(torch.stack(norms).norm()), rel=1e-9)
 
 
 @pytest.mark.distributed
 def test_with_dropout_a_layout_is_reproducible_and_resumable(folder: Path, tmp_path: Path) -> None:
     """Stopped in the middle of an epoch, after a checkpoint of step 2, and in the next one, after that of step 4."""
-    run(2, straight_and_resumed, folder, tmp_path)
+    places = run(2, straight_and_resumed, folder, tmp_path)
+    assert places == [[(SEED, step, rank, 0) for step in range(1, STEPS + 1)] for rank in (0, 1)]
     assert_same_run(tmp_path / "straight", tmp_path / "again")
     assert_same_run(tmp_path / "straight", tmp_path / "resumed")
     assert (tmp_path / "straight/predictions/MRPC.tsv").read_bytes() == (
@@ -185,14 +206,18 @@ def test_with_dropout_a_layout_is_reproducible_and_resumable(folder: Path, tmp_p
     ).read_bytes()
 
 
-def straight_and_resumed(folder: Path, directory: Path) -> None:
-    config = job(folder, "optimizer=tsr", "model.dropout=0.3", "nproc=2", "trainer.micro_batch=8")
+def straight_and_resumed(folder: Path, directory: Path) -> list[tuple[int, ...]]:
+    """Returns what the seeds of the masks were drawn for."""
+    config = job(folder, "optimizer=tsr", "model.dropout=0.3", "nproc=2", "trainer.micro_batch=8", f"seed={SEED}")
     prepared = prepare(config)
-    run_jobs([(config, directory / name, prepared) for name in ("straight", "again")])
+    run_job(config, directory / "straight", prepared)
+    with mock.patch("tsr.harness.loop.dropout_seed", side_effect=dropout_seed) as drawn:
+        run_job(config, directory / "again", prepared)
     for _ in range(2):
         with stopping_before(2), pytest.raises(Stopped):
             run_job(config, directory / "resumed", prepared)
     run_job(config, directory / "resumed", prepared)
+    return [call.args for call in drawn.call_args_list]
 
 
 def test_dropout_acts_and_follows_the_seed(folder: Path, tmp_path: Path) -> None:
@@ -213,7 +238,7 @@ def test_seeds_of_dropout_differ_in_step_rank_and_micro_batch() -> None:
 
 def test_micro_batches_draw_masks_of_their_own(folder: Path, tmp_path: Path) -> None:
     """The rows of a batch, one by one: the masks before the classifier do not all drop the same number."""
-    config = job(folder, "trainer.micro_batch=1", "trainer.epochs=1", "model.dropout=0.5")
+    config = job(folder, "trainer.micro_batch=1", "trainer.epochs=1", "model.dropout=0.5", f"seed={SEED}")
     prepared, seen = prepare(config), []
 
     def note(module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
@@ -223,9 +248,13 @@ def test_micro_batches_draw_masks_of_their_own(folder: Path, tmp_path: Path) -> 
     def hook(model: nn.Module) -> None:
         model.get_submodule("network.dropout").register_forward_hook(note)
 
-    with altered_model(hook):
+    with altered_model(hook), mock.patch("tsr.harness.loop.dropout_seed", side_effect=dropout_seed) as drawn:
         run_job(config, tmp_path, prepared)
     assert len(seen) == TRAIN and len(set(seen[:BATCH])) > 1
+    sizes = (BATCH, BATCH, TRAIN % BATCH)
+    assert [call.args for call in drawn.call_args_list] == [
+        (SEED, step, 0, number) for step, size in enumerate(sizes, 1) for number in range(size)
+    ]
 
 
 # Scores
@@ -288,6 +317,28 @@ def test_mnli_has_two_validation_splits(finished: Path, folder: Path) -> None:
     assert summary["eval/metric"] == "accuracy_matched"
 
 
+@pytest.mark.parametrize("task", [*METRICS, "mnli"])
+def test_the_metrics_of_answers_that_vary(task: str, folder: Path) -> None:
+    """The little models above may well give every example the same answer."""
+    validation = prepare(job(folder, f"data.task={task}")).validation
+    facts = GLUE_TASKS[task]
+    answers = np.random.default_rng(1).normal(size=(len(validation), max(1, len(facts.labels))))
+    record = data.Scores(task, validation, outputs=answers.shape[1])(answers)
+    parts = {"": "dev"} if task != "mnli" else {"_matched": "dev_matched", "_mismatched": "dev_mismatched"}
+    start, found = 0, set()
+    for suffix, name in parts.items():
+        labels = truth(folder / "glue" / facts.folder / f"{name}.tsv")
+        own = answers[start : start + len(labels)]
+        start += len(labels)
+        known = [float(label) if task == "stsb" else facts.spellings.index(label) for label in labels]
+        given = own[:, 0] if task == "stsb" else own.argmax(1)
+        assert len(set(given)) > 1
+        for metric, function in METRICS.get(task, {"accuracy": sklearn.metrics.accuracy_score}).items():
+            assert record[f"eval/{metric}{suffix}"] == pytest.approx(float(function(known, given)), abs=1e-7)
+            found.add(record[f"eval/{metric}{suffix}"])
+    assert start == len(validation) and len(found) == (1 if task in ("cola", "rte") else 2)
+
+
 def test_a_correlation_with_a_constant_is_undefined(folder: Path) -> None:
     validation = prepare(job(folder, "data.task=stsb")).validation
     scores = data.Scores("stsb", validation, outputs=1)
@@ -301,6 +352,16 @@ def test_a_score_is_written_with_all_its_digits(folder: Path, tmp_path: Path) ->
     answers = np.linspace(0, 5, VALIDATION)[:, None] / 3
     data.Scores("stsb", validation, outputs=1).write(tmp_path, answers)
     assert [float(text) for text in predictions(tmp_path / "STS-B.tsv")] == answers[:, 0].tolist()
+
+
+def test_predictions_are_the_answers_of_the_saved_model_in_order(finished: Path, folder: Path) -> None:
+    config = job(folder, "data.task=stsb")
+    model = train.build_model(config, "cpu").eval()
+    model.load_state_dict(read_record(finished / "stsb").weights)
+    with torch.no_grad():
+        answers = FINETUNE.objective(model, prepare(config).validation.collate(range(VALIDATION)))[1]
+    found = [float(text) for text in predictions(finished / "stsb/predictions/STS-B.tsv")]
+    assert found == pytest.approx(answers[:, 0].tolist(), rel=1e-4) and len(set(found)) == VALIDATION
 
 
 def test_the_record_of_a_run(finished: Path) -> None:
@@ -353,3 +414,14 @@ def test_lora_trains_and_sends_its_adapters_and_the_head_alone(folder: Path, tmp
     moved = {name for name, value in before.state_dict().items() if not torch.equal(value, record.weights[name])}
     assert moved == set(trained)
     assert record.summary["params"]["linear"] == adapters
+
+
+def test_the_adapters_add_their_product_scaled_by_alpha_over_rank(folder: Path) -> None:
+    model = train.build_model(job(folder, "optimizer=lora", "model.lora.rank=3", "model.lora.alpha=12"), "cpu").eval()
+    layer: Any = model.get_submodule("network.bert.encoder.layer.0.attention.self.query")
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    rows = torch.randn(5, 16)
+    torch.testing.assert_close(layer(rows), layer.base_layer(rows))
+    with torch.no_grad():
+        b.normal_()
+        torch.testing.assert_close(layer(rows), layer.base_layer(rows) + 12 / 3 * rows @ a.mT @ b.mT)
