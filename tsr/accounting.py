@@ -33,7 +33,7 @@ def step_elements(blocks: Sequence[Block], step: int, *, reduce: str, refresh: R
         rows, columns = block.shape
         core = block.rank**2 if block.subspace == "two_sided" else block.rank * max(rows, columns)
         count["core", block.kind] += core
-        if step == 1 or (step - refresh.phase) % block.interval == 0:
+        if step == 1 or (step - refresh.phase - block.offset) % block.interval == 0:
             if refresh.method == "svd":
                 count["dense", block.kind] += rows * columns
             else:

@@ -55,7 +55,9 @@ class RolePolicy:
 class Block:
     """One parameter and what is done with it.
 
-    ``rank`` is 0 for a dense block. ``counted`` is whether the paper's tables count the block if they count its role.
+    ``rank`` is 0 for a dense block. Its bases are refreshed every ``interval`` steps, ``offset`` steps later than the
+    rule says (`tsr.refresh.RefreshRule.due`). ``counted`` is whether the paper's tables count the block if they count
+    its role.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Block:
     interval: int = 1
     note: str = ""
     counted: bool = True
+    offset: int = 0
 
     @property
     def kind(self) -> str:

@@ -1,14 +1,15 @@
 """The one place where training tensors meet a collective.
 
-`Communicator.mean` packs the messages of one round into a flat buffer of the wire's dtype, runs one all-reduce over it
-(or one for each of a fixed list of buckets) and writes the ledger. Without a process group it takes the same path, less
-the collective itself, and counts the payload that it would have sent.
+`Communicator.mean` packs the messages of one round into flat buffers of the wire's dtype, buckets, runs one all-reduce
+over each and writes the ledger. `Communicator.open` does the same for messages that come one after the other: a bucket
+leaves as soon as it and all before it are full, while backward goes on. What is in a bucket depends on the list of
+messages alone, so that both ways give the same bits. Without a process group all takes the same path, less the
+collective itself, and the payload that would have been sent is counted.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tsr.checks import is_number
+from tsr.clock import Lap, Mark, mark
 from tsr.ledger import Ledger
 
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -36,6 +38,15 @@ class Message:
     kind: str
 
 
+@dataclass(frozen=True)
+class Announced:
+    """A message whose tensor is still to come: its size, and role and kind as in `Message`."""
+
+    elements: int
+    role: str
+    kind: str
+
+
 class Communicator:
     """Averages messages over the data-parallel workers and counts their bytes.
 
@@ -43,6 +54,8 @@ class Communicator:
         dtype: On the wire: ``"fp32"``, ``"bf16"`` (sums are rounded to bf16 on the way) or ``"fp64"``.
         bucket_mib: Upper bound of one all-reduce in MiB, so that the flat buffer of a large model stays small; a
             larger message travels alone. ``None`` sends each round as one buffer.
+        overlap: Send messages while backward goes on, as soon as a bucket of them is there (see `tsr.outbox`). The
+            result is the same to the bit.
         group: The process group of the workers; by default the global one if it is initialised, else none.
 
     Raises:
@@ -50,66 +63,86 @@ class Communicator:
     """
 
     def __init__(
-        self, *, dtype: str = "fp32", bucket_mib: float | None = None, group: dist.ProcessGroup | None = None
+        self,
+        *,
+        dtype: str = "fp32",
+        bucket_mib: float | None = None,
+        overlap: bool | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         if dtype not in tuple(WIRE_DTYPES):
             raise ValueError(f"comm.dtype must be one of {', '.join(WIRE_DTYPES)}, got {dtype!r}")
         if bucket_mib is not None and not (is_number(bucket_mib) and bucket_mib > 0):
             raise ValueError(f"comm.bucket_mib must be positive or null (one buffer a round), got {bucket_mib!r}")
+        if overlap not in (True, False, None):
+            raise ValueError(f"comm.overlap must be true, or false or null (send after backward), got {overlap!r}")
         self.dtype = WIRE_DTYPES[dtype]
+        self.overlap = bool(overlap)
         self.ledger = Ledger()
-        self.seconds = 0.0  # spent in `mean` since the start: packing, waiting, unpacking
+        self._stretches: list[tuple[Mark, Mark]] = []
         self._bucket_elements = None if bucket_mib is None else int(bucket_mib * 2**20) // self.dtype.itemsize
         self._group = group
+        self._buffers: list[Tensor] = []  # that no round uses now
         self._connected = dist.is_available() and dist.is_initialized()
         self.world_size = dist.get_world_size(group) if self._connected else 1
         self.rank = dist.get_rank(group) if self._connected else 0
 
+    def lap(self) -> Lap:
+        """What rounds took from the caller since the last call: packing, waiting, unpacking."""
+        lap = Lap(tuple(self._stretches))
+        self._stretches.clear()
+        return lap
+
     @torch.no_grad()
     def mean(self, messages: Sequence[Message]) -> None:
-        """Replace each message's tensor by its mean over the workers, in place: one round of communication."""
-        if not messages:
-            return
-        start = _now(messages[0].tensor)
-        for bucket in self._buckets(messages):
-            self._mean_of_bucket(bucket)
-        self.seconds += _now(messages[0].tensor) - start
+        """Replace each message's tensor by its mean over the workers, in place: one round of communication.
 
-    def _mean_of_bucket(self, bucket: Sequence[Message]) -> None:
-        sizes = [message.tensor.numel() for message in bucket]
-        flat = torch.empty(sum(sizes), dtype=self.dtype, device=bucket[0].tensor.device)
-        parts = flat.split(sizes)
-        for part, message in zip(parts, bucket, strict=True):
-            part.copy_(message.tensor.reshape(-1))
-            self.ledger.record(
-                message.role, message.kind, elements=message.tensor.numel(), itemsize=self.dtype.itemsize
-            )
-        if self._connected:
-            dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self._group)
-        # The division is done after widening, so that a half-precision wire rounds the sum and nothing else.
-        wide = torch.promote_types(self.dtype, torch.float32)
-        for part, message in zip(parts, bucket, strict=True):
-            message.tensor.copy_((part.to(wide) / self.world_size).view_as(message.tensor))
+        Buckets go one by one through one buffer, so that no second copy of a large round is made.
+        """
+        for bucket in self._buckets([message.tensor.numel() for message in messages]):
+            members = [messages[index] for index in bucket]
+            part = Round(self, [Announced(m.tensor.numel(), m.role, m.kind) for m in members])
+            for index, message in enumerate(members):
+                part.put(index, message.tensor)
+            part.finish()
 
-    def _buckets(self, messages: Sequence[Message]) -> Iterator[list[Message]]:
-        bucket: list[Message] = []
+    def open(self, announced: Sequence[Announced]) -> Round:
+        """A round whose messages are put in one by one, in any order; all workers announce the same list."""
+        return Round(self, announced)
+
+    def _buckets(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Indices of the messages of each bucket: as many as fit, in order."""
+        buckets: list[list[int]] = []
         elements = 0
-        for message in messages:
-            size = message.tensor.numel()
-            if bucket and self._bucket_elements is not None and elements + size > self._bucket_elements:
-                yield bucket
-                bucket, elements = [], 0
-            bucket.append(message)
+        for index, size in enumerate(sizes):
+            if not buckets or (self._bucket_elements is not None and elements + size > self._bucket_elements):
+                buckets.append([])
+                elements = 0
+            buckets[-1].append(index)
             elements += size
-        yield bucket
+        return buckets
+
+    def _take_buffer(self, elements: int, device: torch.device) -> Tensor:
+        """A flat tensor of at least so many elements; `Round` gives it back, so that a step allocates none."""
+        fitting = [buffer for buffer in self._buffers if buffer.numel() >= elements and buffer.device == device]
+        if not fitting:
+            self._buffers = self._buffers[1:]  # a larger one takes its place
+            return torch.empty(elements, dtype=self.dtype, device=device)
+        smallest = min(fitting, key=Tensor.numel)
+        self._buffers = [buffer for buffer in self._buffers if buffer is not smallest]
+        return smallest
 
     def total(self, values: Sequence[float], *, purpose: str) -> list[float]:
         """Sum float64 scalars over the workers, for evaluation or logging: in neither accounting."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self._control_device())
+        return list(self.total_of(torch.tensor(values, dtype=torch.float64), purpose=purpose).tolist())
+
+    def total_of(self, tensor: Tensor, *, purpose: str) -> Tensor:
+        """As `total`, of a float64 tensor, without waiting for the device."""
+        tensor = tensor.to(self._control_device(tensor.device))
         self.ledger.record_other(purpose, tensor.numel() * tensor.itemsize)
         if self._connected:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group)
-        return list(tensor.tolist())
+        return tensor
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -132,14 +165,83 @@ class Communicator:
         if self._connected:
             dist.barrier(group=self._group)
 
-    def _control_device(self) -> torch.device:
-        # NCCL carries only CUDA tensors.
-        cuda = self._connected and dist.get_backend(self._group) == "nccl"
+    def _control_device(self, wanted: torch.device) -> torch.device:
+        # NCCL carries only CUDA tensors, gloo is surest with the CPU's.
+        if not self._connected:
+            return wanted
+        cuda = dist.get_backend(self._group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
-def _now(tensor: Tensor) -> float:
-    """Seconds on a clock that has seen all work on the tensor's device finished."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()
+class Round:
+    """One round of communication; see `Communicator.open`.
+
+    Buckets leave in order, on every worker alike, each when all of its messages and all earlier buckets are there.
+    """
+
+    def __init__(self, communicator: Communicator, announced: Sequence[Announced]) -> None:
+        self._communicator = communicator
+        self._announced = announced
+        self._tensors: list[Tensor | None] = [None] * len(announced)
+        self._buckets = communicator._buckets([message.elements for message in announced])
+        self._left: list[_Left] = []
+
+    @torch.no_grad()
+    def put(self, index: int, tensor: Tensor) -> None:
+        """Message ``index`` is there: ``tensor`` is not changed until `finish`, nor may the caller change it."""
+        assert tensor.numel() == self._announced[index].elements and self._tensors[index] is None
+        self._tensors[index] = tensor
+        while len(self._left) < len(self._buckets) and all(
+            self._tensors[member] is not None for member in self._buckets[len(self._left)]
+        ):
+            self._send(self._buckets[len(self._left)])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait, and replace every tensor by its mean over the workers, in place; all messages must be there."""
+        assert len(self._left) == len(self._buckets)
+        communicator = self._communicator
+        for left in self._left:
+            start = mark(left.flat.device)
+            if left.work is not None:
+                left.work.wait()
+            # The division is done after widening, so that a half-precision wire rounds the sum and nothing else.
+            wide = left.flat.to(torch.promote_types(left.flat.dtype, torch.float32))
+            wide /= communicator.world_size
+            parts = wide.split([tensor.numel() for tensor in left.tensors])
+            torch._foreach_copy_(
+                left.tensors, [part.view_as(tensor) for part, tensor in zip(parts, left.tensors, strict=True)]
+            )
+            communicator._buffers.append(left.buffer)
+            communicator._stretches.append((start, mark(left.flat.device)))
+        self._left = []
+
+    def _send(self, bucket: Sequence[int]) -> None:
+        communicator = self._communicator
+        tensors = [tensor for index in bucket if (tensor := self._tensors[index]) is not None]
+        start = mark(tensors[0].device)
+        sizes = [tensor.numel() for tensor in tensors]
+        buffer = communicator._take_buffer(sum(sizes), tensors[0].device)
+        flat = buffer[: sum(sizes)]
+        parts = [part.view_as(tensor) for part, tensor in zip(flat.split(sizes), tensors, strict=True)]
+        torch._foreach_copy_(parts, tensors)
+        for index in bucket:
+            message = self._announced[index]
+            communicator.ledger.record(
+                message.role, message.kind, elements=message.elements, itemsize=communicator.dtype.itemsize
+            )
+        work = None
+        if communicator._connected:
+            work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=communicator._group, async_op=True)
+        self._left.append(_Left(tensors, flat, buffer, work))
+        communicator._stretches.append((start, mark(flat.device)))
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A bucket on its way."""
+
+    tensors: list[Tensor]
+    flat: Tensor
+    buffer: Tensor
+    work: dist.Work | None

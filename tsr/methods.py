@@ -23,7 +23,7 @@ from torch import nn
 from tsr.blocks import ROLES, RolePolicy, Roles, plan_blocks, roles_by_module
 from tsr.communicator import Communicator
 from tsr.optimizer import AdamOptions, LowRankAdam
-from tsr.refresh import RefreshRule
+from tsr.refresh import RefreshRule, staggered
 
 DEFAULT_RANK = {"linear": 64, "embedding": 16, "head": None}
 DEFAULT_INTERVAL = {"linear": 100, "embedding": 100, "head": 100}
@@ -80,10 +80,12 @@ def build(
     ]
     if isinstance(options.get("betas"), Sequence):
         options["betas"] = tuple(options["betas"])
+    rule = RefreshRule(**refresh, seed=seed)
+    blocks = plan_blocks(model, roles, policies, uncounted=getattr(model, "UNCOUNTED", ()))
     return LowRankAdam(
-        plan_blocks(model, roles, policies, uncounted=getattr(model, "UNCOUNTED", ())),
+        staggered(blocks, rule) if rule.stagger else blocks,
         AdamOptions(**options),
-        refresh=RefreshRule(**refresh, seed=seed),
+        refresh=rule,
         communicator=communicator,
         lr_factors={policy.role: policy.lr_factor for policy in policies},
     )

@@ -5,6 +5,9 @@
 The gradients in ``.grad`` are each worker's own; `LowRankAdam.step` averages what the method needs and nothing else.
 Dense blocks are updated by torch's own AdamW. Equality of parameters and state on all workers holds after every step,
 since every worker applies the same update.
+
+A step that refreshes nothing never waits for the device: an update whose messages are not finite is masked, not
+branched around, and `LowRankAdam.finite` says so when it is read.
 """
 
 from __future__ import annotations
@@ -21,16 +24,14 @@ from torch.optim.adamw import adamw
 from tsr.blocks import ROLES, Block
 from tsr.checks import is_number
 from tsr.communicator import Communicator, Message
+from tsr.outbox import Outbox, project
 from tsr.refresh import METHODS, Average, RefreshRule, RefreshTask, gaussian
-from tsr.subspace import Basis, core_shape, lift, project, rotate, sides
+from tsr.stacks import RIGHT, Stack, make_stacks
+from tsr.subspace import Basis, rotate, sides
 
 REDUCTIONS = ("dense", "projected")
 MOMENTS = ("keep", "rotate", "reset")
 EPS_MODES = ("corrected", "raw")
-
-# Keys of the optimizer state of a low-rank block. All state is at least fp32 whatever the parameter's dtype, and so is
-# the arithmetic of an update, which rounds the weights once.
-FIRST_MOMENT, SECOND_MOMENT, LEFT, RIGHT = "core_exp_avg", "core_exp_avg_sq", "left", "right"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,9 @@ class AdamOptions:
             the new basis, or ``reset`` them and their bias correction.
         reduce: What is averaged: ``projected`` cores, or the ``dense`` gradients, projected afterwards.
         clip_norm: Upper bound of the global norm of the averaged messages (cores and dense gradients), or ``None``.
+        accumulate: What the backward passes of a step leave: gradients (``None``), or ``core``: unless it refreshes, a
+            low-rank block's gradient is projected, added to its core and freed as soon as it is there, so that
+            gradients take the memory of the largest block. See `LowRankAdam.begin`.
     """
 
     lr: float
@@ -61,6 +65,7 @@ class AdamOptions:
     moments: str = "keep"
     reduce: str = "projected"
     clip_norm: float | None = None
+    accumulate: str | None = None
 
     def __post_init__(self) -> None:
         for name, number in (("lr", self.lr), ("scale", self.scale), ("eps", self.eps)):
@@ -90,6 +95,12 @@ class AdamOptions:
         ):
             if value not in allowed:
                 raise ValueError(f"optimizer.{name} must be one of {', '.join(allowed)}, got {value!r}")
+        if self.accumulate not in (None, "core"):
+            raise ValueError(f"optimizer.accumulate must be core, or null for gradients, got {self.accumulate!r}")
+        if self.accumulate == "core" and self.reduce == "dense":
+            raise ValueError(
+                "optimizer.accumulate=core needs optimizer.reduce=projected: with dense, whole gradients are averaged"
+            )
 
 
 class LowRankAdam(torch.optim.Optimizer):
@@ -122,7 +133,8 @@ class LowRankAdam(torch.optim.Optimizer):
         self.refresh = refresh or RefreshRule()
         self.communicator = communicator or Communicator()
         self.grad_norm = torch.zeros(())  # of the last step's averaged messages, before clipping
-        self._intervals = sorted({block.interval for block in self.blocks if block.is_low_rank})
+        self.finite = torch.ones((), dtype=torch.bool)  # whether they were; if not, the step changed nothing
+        self._intervals = sorted({(block.interval, block.offset) for block in self.blocks if block.is_low_rank})
         factors = lr_factors or {}
         groups: list[dict[str, Any]] = [
             {
@@ -138,8 +150,18 @@ class LowRankAdam(torch.optim.Optimizer):
         one_sided = [b.name for b in self.blocks if b.is_low_rank and b.subspace != "two_sided"]
         if self.refresh.start == "previous" and one_sided:
             raise ValueError(f"refresh.start=previous needs two-sided blocks, but {one_sided[0]} is one-sided")
+        self._stacks = make_stacks(self.blocks)
+        self._places = {block: (stack, index) for stack in self._stacks for index, block in enumerate(stack.blocks)}
+        self._dense = [block for block in self.blocks if not block.is_low_rank]
         for block in self.blocks:
-            self.state[block.parameter] = _low_rank_state(block) if block.is_low_rank else _dense_state(block)
+            self.state[block.parameter] = self._state_of(block) if block.is_low_rank else _dense_state(block)
+        self._outbox = Outbox(
+            self.blocks,
+            self._places,
+            self.communicator,
+            whole=options.reduce == "dense",
+            accumulate=options.accumulate == "core",
+        )
 
     @property
     def updates(self) -> int:
@@ -152,8 +174,27 @@ class LowRankAdam(torch.optim.Optimizer):
             group["updates"] = value
 
     def step_kind(self, step: int) -> Hashable:
-        """What distinguishes the messages of ``step`` (from 1): which refresh intervals fall due."""
-        return tuple(self.refresh.due(step, interval) for interval in self._intervals)
+        """What distinguishes the messages of ``step`` (from 1): which refreshes fall due."""
+        return tuple(self.refresh.due(step, *interval) for interval in self._intervals)
+
+    def begin(self, passes: int) -> None:
+        """Announce a step of ``passes`` backward passes, before the first of them; without it all waits for `step`.
+
+        Projecting early (``accumulate="core"``) and sending early (``comm.overlap``) happen in these passes. A worker
+        without rows announces 0.
+
+        Raises:
+            RuntimeError: If a step is under way already. More passes than were announced raise it, too.
+        """
+        if self._outbox.is_open:
+            raise RuntimeError("a step is under way already: call step() before the next begin()")
+        self._outbox.open(self._due(self.updates + 1), passes=passes)
+
+    def local_gradients(self) -> list[Tensor | None]:
+        """This worker's own gradients before `step`, in the order of ``blocks``; a core where no more is kept."""
+        return [
+            self._core(block) if self._outbox.is_accumulated(block) else block.parameter.grad for block in self.blocks
+        ]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -163,79 +204,81 @@ class LowRankAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         step = self.updates + 1
+        due = self._due(step)
+        if not self._outbox.is_open:
+            self._outbox.open(due, passes=None)
         for block in self.blocks:
-            if block.parameter.grad is None:
+            if block.parameter.grad is None and not self._outbox.is_accumulated(block):
                 block.parameter.grad = torch.zeros_like(block.parameter)
-        low_rank = [block for block in self.blocks if block.is_low_rank]
-        dense = [block for block in self.blocks if not block.is_low_rank]
 
+        self.finite = torch.ones((), dtype=torch.bool, device=self.blocks[0].parameter.device)
+        first_round = self._outbox.close()
+        cores = [stack.core for stack in self._stacks]
         if self.options.reduce == "dense":
             # Whole gradients are averaged; what follows for low-rank blocks is local, and the same on every worker.
-            averaged = [_gradient(block) for block in self.blocks]
-            self._mean(self.blocks, averaged, "dense")
-            self._refresh(low_rank, step, local=True)
-            cores = [self._project(block) for block in low_rank]
-            self._clip(averaged, also=cores)
+            first_round.finish()
+            self._refresh(due, step, local=True)
+            project(self._places, self._places)
+            self._clip([_gradient(block) for block in self.blocks], also=cores)
         else:
-            self._refresh(low_rank, step, local=False)
-            cores = [self._project(block) for block in low_rank]
-            averaged = [*cores, *(_gradient(block) for block in dense)]
-            self.communicator.mean(
-                [Message(core, "core", block.kind) for core, block in zip(cores, low_rank, strict=True)]
-                + [Message(_gradient(block), "dense", block.kind) for block in dense]
-            )
-            self._clip(averaged)
+            self._refresh(due, step, local=False)  # while the first round is on its way
+            project(due, self._places)
+            first_round.finish()
+            self.communicator.mean([Message(self._core(block), "core", block.kind) for block in due])
+            self._clip([*cores, *(_gradient(block) for block in self._dense)])
 
-        for block in low_rank:
+        for block in self._places:
             block.parameter.grad = None
-        groups = {group["role"]: group for group in self.param_groups}
-        for role, group in groups.items():
-            self._update_dense([block for block in dense if block.role == role], group)
-        for block, core in zip(low_rank, cores, strict=True):
-            self._update(block, core, groups[block.role], step)
+        for group in self.param_groups:
+            self._update_dense([block for block in self._dense if block.role == group["role"]], group)
+            for stack in self._stacks:
+                if stack.role == group["role"]:
+                    self._update(stack, group, step)
         self.updates = step
         self.communicator.ledger.close_step()
         return loss
 
-    def _mean(self, blocks: Sequence[Block], tensors: Sequence[Tensor], role: str) -> None:
-        self.communicator.mean(
-            [Message(tensor, role, block.kind) for tensor, block in zip(tensors, blocks, strict=True)]
-        )
+    def _due(self, step: int) -> list[Block]:
+        return [block for block in self._places if self.refresh.due(step, block.interval, block.offset)]
 
-    def _basis(self, block: Block) -> Basis:
-        state = self.state[block.parameter]
-        return Basis(state.get(LEFT), state.get(RIGHT))
+    def _core(self, block: Block) -> Tensor:
+        stack, index = self._places[block]
+        return stack.core[index]
 
-    def _project(self, block: Block) -> Tensor:
-        state = self.state[block.parameter]
-        return project(_gradient(block).to(state[FIRST_MOMENT].dtype), self._basis(block))
+    def _state_of(self, block: Block) -> dict[str, Tensor]:
+        stack, index = self._places[block]
+        return stack.state(index)
 
-    def _refresh(self, blocks: Sequence[Block], step: int, *, local: bool) -> None:
+    def _refresh(self, due: Sequence[Block], step: int, *, local: bool) -> None:
         """Give the blocks that are due a new basis, and carry or drop their moments."""
-        due = [block for block in blocks if self.refresh.due(step, block.interval)]
         if not due:
             return
 
         def synchronise(tensors: Sequence[Tensor], role: str) -> Sequence[Tensor]:
             # Blocks are matched to tensors in order; a method may send several tensors a block in one round.
-            self._mean(due * (len(tensors) // len(due)), tensors, role)
-            return tensors
+            kinds = [block.kind for block in due] * (len(tensors) // len(due))
+            self.communicator.mean([Message(tensor, role, kind) for tensor, kind in zip(tensors, kinds, strict=True)])
+            return self._finite_or_zero(tensors)
 
-        average: Average = (lambda tensors, role: tensors) if local else synchronise
+        average: Average = (lambda tensors, role: self._finite_or_zero(tensors)) if local else synchronise
         bases = METHODS[self.refresh.method]([self._task(block, step) for block in due], self.refresh, average)
         for block, basis in zip(due, bases, strict=True):
             self._change_basis(block, basis)
 
+    def _finite_or_zero(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors, or zeros if one is not finite: a factorisation of such values would raise, or wait."""
+        self.finite = self.finite & torch.isfinite(torch.stack(torch._foreach_norm(list(tensors)))).all()
+        return [torch.where(self.finite, tensor, 0) for tensor in tensors]
+
     def _task(self, block: Block, step: int) -> RefreshTask:
-        state = self.state[block.parameter]
-        dtype = state[FIRST_MOMENT].dtype
+        stack, index = self._places[block]
         # A method may average this in place (`svd` does): projecting the mean later gives the same core as the mean of
         # projections, so no copy is kept.
-        gradient = _gradient(block).to(dtype)
+        gradient = stack.gradient(index)
         width = self.refresh.width(block.rank, block.shape)
         kept = []
         if self.refresh.start == "previous" and step > 1:
-            kept = [state[RIGHT]]
+            kept = [self.state[block.parameter][RIGHT]]
             width -= block.rank
         shape = (block.shape[1], width)
 
@@ -246,19 +289,23 @@ class LowRankAdam(torch.optim.Optimizer):
         return RefreshTask(gradient, block.rank, draw)
 
     def _change_basis(self, block: Block, basis: Basis) -> None:
-        state = self.state[block.parameter]
+        """Of one block; nothing changes where the step is not finite."""
+        stack, index = self._places[block]
         left, right = sides(block.subspace, block.shape)
-        new = Basis(basis.left if left else None, basis.right if right else None)
+        old, new = stack.basis_of(index), Basis(basis.left if left else None, basis.right if right else None)
+        first, second = stack.first[index], stack.second[index]
         if self.options.moments == "rotate":
-            old = self._basis(block)
-            state[FIRST_MOMENT].copy_(rotate(state[FIRST_MOMENT], old, new))
-            state[SECOND_MOMENT].copy_(rotate(state[SECOND_MOMENT], old, new, squared=True))
+            self._set(first, rotate(first, old, new))
+            self._set(second, rotate(second, old, new, squared=True))
         elif self.options.moments == "reset":
-            state[FIRST_MOMENT].zero_()
-            state[SECOND_MOMENT].zero_()
-        for key, side in zip((LEFT, RIGHT), new, strict=True):
-            if side is not None:
-                state[key].copy_(side)
+            self._set(first, torch.zeros_like(first))
+            self._set(second, torch.zeros_like(second))
+        for before, after in zip(old, new, strict=True):
+            if before is not None and after is not None:
+                self._set(before, after)
+
+    def _set(self, target: Tensor, value: Tensor) -> None:
+        target.copy_(torch.where(self.finite, value, target))
 
     def _clip(self, averaged: Sequence[Tensor], *, also: Sequence[Tensor] = ()) -> None:
         """Record the norm of the averaged messages and, if asked for, scale them (and what was made of them) down."""
@@ -266,12 +313,15 @@ class LowRankAdam(torch.optim.Optimizer):
         wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in averaged]
         norms = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor, dtype in zip(averaged, wide, strict=True)]
         self.grad_norm = torch.linalg.vector_norm(torch.stack(norms))
+        self.finite = self.finite & torch.isfinite(self.grad_norm)
         if self.options.clip_norm is not None:
             factor = (self.options.clip_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
             for tensor in (*averaged, *also):
                 tensor.mul_(factor.to(tensor.dtype))
 
     def _update_dense(self, blocks: Sequence[Block], group: dict[str, Any]) -> None:
+        if not blocks:
+            return
         # The function and not the class: as a base class, AdamW runs step hooks twice and cannot load cores.
         states = [self.state[block.parameter] for block in blocks]
         wide = [block.parameter.to(state["exp_avg"].dtype) for block, state in zip(blocks, states, strict=True)]
@@ -283,6 +333,9 @@ class LowRankAdam(torch.optim.Optimizer):
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
+            # The fused kernel alone can mask an update; meta tensors have none.
+            fused=not wide[0].is_meta,
+            found_inf=None if wide[0].is_meta else (~self.finite).float(),
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -291,32 +344,46 @@ class LowRankAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        _narrow(wide, blocks)
+        for weights, block in zip(wide, blocks, strict=True):
+            if weights is not block.parameter:
+                block.parameter.copy_(weights)  # rounded to the parameter's dtype, once
 
-    def _update(self, block: Block, core: Tensor, group: dict[str, Any], step: int) -> None:
-        state = self.state[block.parameter]
+    def _update(self, stack: Stack, group: dict[str, Any], step: int) -> None:
         beta1, beta2 = group["betas"]
-        first, second = state[FIRST_MOMENT], state[SECOND_MOMENT]
-        first.lerp_(core, 1 - beta1)
-        second.mul_(beta2).addcmul_(core, core, value=1 - beta2)
-        age = self.refresh.age(step, block.interval) if self.options.moments == "reset" else step
-        direction = adam_direction(
-            first, second, age, betas=group["betas"], eps=group["eps"], eps_mode=self.options.eps_mode
+        first = stack.first.lerp(stack.core, 1 - beta1)
+        second = (beta2 * stack.second).addcmul_(stack.core, stack.core, value=1 - beta2)
+        self._set(stack.first, first)
+        self._set(stack.second, second)
+        direction = self._direction(stack, step, group)
+        decay = None
+        if group["weight_decay"]:
+            decay = 1 - group["lr"] * group["weight_decay"] * self.finite.to(stack.dtype)
+        stack.move(torch.where(self.finite, direction, 0), lr=group["lr"] * self.options.scale, decay=decay)
+
+    def _direction(self, stack: Stack, step: int, group: dict[str, Any]) -> Tensor:
+        choices = {"betas": group["betas"], "eps": group["eps"], "eps_mode": self.options.eps_mode}
+        if self.options.moments != "reset":
+            return adam_direction(stack.first, stack.second, step, **choices)
+        ages = [self.refresh.age(step, block.interval, block.offset) for block in stack.blocks]
+        return torch.stack(
+            [
+                adam_direction(first, second, age, **choices)
+                for first, second, age in zip(stack.first, stack.second, ages, strict=True)
+            ]
         )
-        wide = block.parameter.to(first.dtype)
-        wide.mul_(1 - group["lr"] * group["weight_decay"])
-        wide.add_(lift(direction, self._basis(block)), alpha=-group["lr"] * self.options.scale)
-        _narrow([wide], [block])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over saved state, every tensor at the dtype it was saved in (torch would cast it to the parameter's)."""
+        """Take over saved state into this optimizer's own tensors, whose dtypes are not the parameters'."""
         super().load_state_dict(state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+        blocks = {block.parameter: block for block in self.blocks}
         for index, parameter in zip(indices, parameters, strict=True):
-            for key, value in state_dict["state"][index].items():
-                device = value.device if key == "step" else parameter.device
-                self.state[parameter][key] = value.detach().to(device, copy=True)
+            saved, block = state_dict["state"][index], blocks[parameter]
+            own = self._state_of(block) if block.is_low_rank else _dense_state(block)
+            for key, value in saved.items():
+                own[key].copy_(value)
+            self.state[parameter] = own
 
 
 def adam_direction(
@@ -339,29 +406,12 @@ def _gradient(block: Block) -> Tensor:
     return gradient
 
 
-def _narrow(wide: Sequence[Tensor], blocks: Sequence[Block]) -> None:
-    """Round updated weights to the parameters' dtype, once; weights that are of it already are the parameters."""
-    for weights, block in zip(wide, blocks, strict=True):
-        if weights is not block.parameter:
-            block.parameter.copy_(weights)
-
-
 def _dense_state(block: Block) -> dict[str, Tensor]:
     """What torch.optim.AdamW would make at its first step, but at least fp32: in bf16, beta2 = 0.999 decays nothing."""
     dtype = torch.promote_types(block.parameter.dtype, torch.float32)
+    device = block.parameter.device
     return {
-        "step": torch.zeros((), dtype=torch.float32),
+        "step": torch.zeros((), dtype=torch.float32, device="cpu" if device.type == "meta" else device),
         "exp_avg": torch.zeros_like(block.parameter, dtype=dtype),
         "exp_avg_sq": torch.zeros_like(block.parameter, dtype=dtype),
     }
-
-
-def _low_rank_state(block: Block) -> dict[str, Tensor]:
-    dtype = torch.promote_types(block.parameter.dtype, torch.float32)
-    device = block.parameter.device
-    shape = core_shape(block.subspace, block.shape, block.rank)
-    state = {key: torch.zeros(shape, dtype=dtype, device=device) for key in (FIRST_MOMENT, SECOND_MOMENT)}
-    for key, side, length in zip((LEFT, RIGHT), sides(block.subspace, block.shape), block.shape, strict=True):
-        if side:
-            state[key] = torch.zeros(length, block.rank, dtype=dtype, device=device)
-    return state

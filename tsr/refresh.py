@@ -17,15 +17,20 @@ Notation: G is m x n, r the rank, k = min(r + p, m, n) with oversampling p, q th
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tsr.blocks import Block
 from tsr.checks import is_whole
-from tsr.subspace import Basis, fix_signs, orthonormalise
+from tsr.subspace import Basis, each, fix_signs, orthonormalise
+
+LONGEST_PERIOD = 100_000  # steps
 
 Average = Callable[[Sequence[Tensor], str], Sequence[Tensor]]
 RefreshMethod = Callable[[Sequence["RefreshTask"], "RefreshRule", Average], list[Basis]]
@@ -57,6 +62,8 @@ class RefreshRule:
             (two-sided blocks only), filled up with Gaussian columns.
         phase: A block refreshes at step 1 and wherever ``(step - phase)`` is a multiple of its interval: 1 gives steps
             1, K+1, 2K+1, ..., 0 gives 1, K, 2K, ... as Algorithm 1 does.
+        stagger: Spread the refreshes of blocks over the steps of their interval, so that the largest step after the
+            first is close to the mean (see `staggered`); ``None`` and false: all of a role refresh at once.
         seed: Of the Gaussian matrices, which depend on (seed, step, block) alone.
     """
 
@@ -65,6 +72,7 @@ class RefreshRule:
     power_iterations: int = 0
     start: str = "gaussian"
     phase: int = 1
+    stagger: bool | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,14 +90,16 @@ class RefreshRule:
             raise ValueError(f"refresh.start must be gaussian or previous, got {self.start!r}")
         if self.phase not in (0, 1):
             raise ValueError(f"refresh.phase must be 0 (steps 1, K, 2K, ...) or 1 (1, K+1, ...), got {self.phase!r}")
+        if self.stagger not in (True, False, None):
+            raise ValueError(f"refresh.stagger must be true, or false or null (all at once), got {self.stagger!r}")
 
-    def due(self, step: int, interval: int) -> bool:
-        """Whether a block of this interval refreshes at ``step`` (from 1)."""
-        return step == 1 or (step - self.phase) % interval == 0
+    def due(self, step: int, interval: int, offset: int = 0) -> bool:
+        """Whether a block of this interval and offset refreshes at ``step`` (from 1); at step 1 all do."""
+        return step == 1 or (step - self.phase - offset) % interval == 0
 
-    def age(self, step: int, interval: int) -> int:
+    def age(self, step: int, interval: int, offset: int = 0) -> int:
         """Updates made with the basis in use, the one at ``step`` included."""
-        since = (step - self.phase) % interval + 1
+        since = (step - self.phase - offset) % interval + 1
         return min(since, step)
 
     def width(self, rank: int, shape: tuple[int, int]) -> int:
@@ -104,14 +114,38 @@ def gaussian(shape: tuple[int, int], *, seed: int, step: int, name: str, like: T
     return torch.randn(shape, generator=generator).to(device=like.device, dtype=like.dtype)
 
 
+def staggered(blocks: Sequence[Block], rule: RefreshRule) -> list[Block]:
+    """The blocks with offsets that spread their refreshes evenly.
+
+    A refresh weighs what a sketch sends, (m + n) k. The heaviest block chooses first, and each takes the offset at
+    which the heaviest of its steps is lightest so far; so two heavy blocks never refresh together if it can be helped.
+    """
+    low_rank = [block for block in blocks if block.is_low_rank]
+    period = math.lcm(*(block.interval for block in low_rank))
+    if period > LONGEST_PERIOD:
+        intervals = ", ".join(map(str, sorted({block.interval for block in low_rank})))
+        raise ValueError(
+            f"refresh.stagger=true needs intervals that fall together again within {LONGEST_PERIOD} steps, as "
+            f"multiples do, got {intervals}"
+        )
+    weights = {block: sum(block.shape) * rule.width(block.rank, block.shape) for block in low_rank}
+    load = np.zeros(period, np.int64)
+    offsets: dict[Block, int] = {}
+    for block in sorted(low_rank, key=lambda block: -weights[block]):
+        by_offset = load.reshape(-1, block.interval)
+        offsets[block] = int(by_offset.max(axis=0).argmin())
+        by_offset[:, offsets[block]] += weights[block]
+    return [replace(block, offset=offsets.get(block, 0)) for block in blocks]
+
+
 def svd(tasks: Sequence[RefreshTask], rule: RefreshRule, average: Average) -> list[Basis]:
     """Leading singular vectors of the mean gradient, which is synchronised whole."""
     means = average([task.gradient for task in tasks], "dense")
-    bases = []
-    for task, mean in zip(tasks, means, strict=True):
-        left, _, right = torch.linalg.svd(mean, full_matrices=False)
-        bases.append(fix_signs(left[:, : task.rank], right[: task.rank].mT))
-    return bases
+    factors = each(_svd, means)
+    return [
+        fix_signs(left[:, : task.rank], right[: task.rank].mT)
+        for task, (left, right) in zip(tasks, factors, strict=True)
+    ]
 
 
 def sketch(tasks: Sequence[RefreshTask], rule: RefreshRule, average: Average) -> list[Basis]:
@@ -121,13 +155,13 @@ def sketch(tasks: Sequence[RefreshTask], rule: RefreshRule, average: Average) ->
     """
     sketches = average([task.gradient @ task.start for task in tasks], "sketch")
     for _ in range(rule.power_iterations):
-        columns = [orthonormalise(y) for y in sketches]
+        columns = _orthonormalise(sketches)
         rows = average([task.gradient.mT @ q for task, q in zip(tasks, columns, strict=True)], "sketch")
-        starts = [orthonormalise(z) for z in rows]
+        starts = _orthonormalise(rows)
         sketches = average([task.gradient @ w for task, w in zip(tasks, starts, strict=True)], "sketch")
-    ranges = [orthonormalise(y) for y in sketches]
+    ranges = _orthonormalise(sketches)
     reduced = average([q.mT @ task.gradient for task, q in zip(tasks, ranges, strict=True)], "sketch")
-    return [_basis_of(q, b, task.rank) for task, q, b in zip(tasks, ranges, reduced, strict=True)]
+    return _bases_of(tasks, ranges, reduced)
 
 
 def local_sketch(tasks: Sequence[RefreshTask], rule: RefreshRule, average: Average) -> list[Basis]:
@@ -136,22 +170,31 @@ def local_sketch(tasks: Sequence[RefreshTask], rule: RefreshRule, average: Avera
     Each worker makes its own Q_i; mean(Q_i) is not orthonormal and mean(Q_i^T G_i) is not mean(Q)^T mean(G) unless the
     workers' gradients agree. Kept to compare with the paper.
     """
-    ranges = []
-    for task in tasks:
-        q = orthonormalise(task.gradient @ task.start)
-        for _ in range(rule.power_iterations):
-            q = orthonormalise(task.gradient @ orthonormalise(task.gradient.mT @ q))
-        ranges.append(q)
+    ranges = _orthonormalise([task.gradient @ task.start for task in tasks])
+    for _ in range(rule.power_iterations):
+        rows = _orthonormalise([task.gradient.mT @ q for task, q in zip(tasks, ranges, strict=True)])
+        ranges = _orthonormalise([task.gradient @ w for task, w in zip(tasks, rows, strict=True)])
     reduced = [q.mT @ task.gradient for task, q in zip(tasks, ranges, strict=True)]
     means = average([*ranges, *reduced], "sketch")
-    count = len(tasks)
-    return [_basis_of(q, b, task.rank) for task, q, b in zip(tasks, means[:count], means[count:], strict=True)]
+    return _bases_of(tasks, means[: len(tasks)], means[len(tasks) :])
 
 
-def _basis_of(q: Tensor, b: Tensor, rank: int) -> Basis:
-    """U = Q Ut[:, :r] and V = Vt[:, :r] from B = Ut S Vt^T (k x n)."""
-    left, _, right = torch.linalg.svd(b, full_matrices=False)
-    return fix_signs(q @ left[:, :rank], right[:rank].mT)
+def _bases_of(tasks: Sequence[RefreshTask], ranges: Sequence[Tensor], reduced: Sequence[Tensor]) -> list[Basis]:
+    """U = Q Ut[:, :r] and V = Vt[:, :r] from B = Ut S Vt^T (k x n), for each task."""
+    factors = each(_svd, reduced)
+    return [
+        fix_signs(q @ left[:, : task.rank], right[: task.rank].mT)
+        for task, q, (left, right) in zip(tasks, ranges, factors, strict=True)
+    ]
+
+
+def _svd(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    return left, right
+
+
+def _orthonormalise(matrices: Sequence[Tensor]) -> list[Tensor]:
+    return [q for (q,) in each(lambda stacked: (orthonormalise(stacked),), matrices)]
 
 
 METHODS: dict[str, RefreshMethod] = {"svd": svd, "sketch": sketch, "local_sketch": local_sketch}

@@ -7,6 +7,7 @@ the smaller side, as GaLore's ``std`` does, so that the core is r x max(m, n).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,3 +89,19 @@ def fix_signs(left: Tensor, right: Tensor) -> Basis:
 def orthonormalise(matrix: Tensor) -> Tensor:
     """Orthonormal columns spanning those of an m x k matrix (m >= k), by thin QR."""
     return torch.linalg.qr(matrix)[0]
+
+
+def each(function: Callable[[Tensor], Sequence[Tensor]], matrices: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """``function`` of each matrix, called once for all of a shape, with them stacked: [B, m, n].
+
+    It returns several tensors, each with B in front; here every matrix gets its own of each.
+    """
+    results: list[tuple[Tensor, ...]] = [()] * len(matrices)
+    alike: dict[torch.Size, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        alike.setdefault(matrix.shape, []).append(index)
+    for indices in alike.values():
+        parts = function(torch.stack([matrices[index] for index in indices]))
+        for index, own in zip(indices, zip(*(part.unbind() for part in parts), strict=True), strict=True):
+            results[index] = own
+    return results

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from tsr.clock import mark, seconds_between
 from tsr.communicator import Communicator
 from tsr.harness import checkpoint
 from tsr.harness.checkpoint import Checkpoint
@@ -72,6 +73,15 @@ class Scores(Protocol):
     def shape(self) -> tuple[int, int]: ...  # rows, outputs
 
     def __call__(self, answers: NDArray[np.float64]) -> dict[str, Any]: ...  # in the order of the rows
+
+
+@runtime_checkable
+class SendsEarly(Protocol):
+    """What an optimizer may offer beyond ``step`` to work while backward goes on; `tsr.LowRankAdam` does."""
+
+    def begin(self, passes: int) -> None: ...
+
+    def local_gradients(self) -> list[Tensor | None]: ...
 
 
 class NonFiniteGradient(Exception):
@@ -145,6 +155,7 @@ class Trainer:
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = self._parameters[0].device
+        self._ahead = 1 if self._device.type == "cuda" else 0  # steps that may be launched before one is read
         self.last_evaluation: dict[str, Any] = {}
         self.answers: NDArray[np.float64] = np.zeros((0, 0))  # that the last evaluation scored, on every worker
 
@@ -169,26 +180,43 @@ class Trainer:
         bar = tqdm(total=self._last, initial=done, disable=None if self._first else True, unit="step", smoothing=0.1)
         # Log lines go above the bar; on the first worker alone, since this drops the handlers' levels.
         with bar, logging_redirect_tqdm([LOGGER]) if self._first else nullcontext():
+            launched: list[Callable[[], dict[str, Any]]] = []  # steps whose rows are not read yet
             for data in self._steps(done + 1):
-                row = self._train_step(data)
+                launched.append(self._train_step(data))
                 scheduler.step()
                 step = data.step
-                if step == self._last or (settings.eval_every and step % settings.eval_every == 0):
+                evaluates = step == self._last or (settings.eval_every and step % settings.eval_every == 0)
+                saves = settings.checkpoint_every and (step % settings.checkpoint_every == 0 or step == self._last)
+                ahead = self._ahead if not (evaluates or saves) else 0
+                while len(launched) > max(1, ahead):
+                    self._record(launched.pop(0)(), bar)
+                if ahead:
+                    continue
+                row = launched.pop()()
+                if evaluates:
                     self.last_evaluation = self.evaluate()
                     row |= self.last_evaluation
                 self._record(row, bar)
-                if settings.checkpoint_every and (step % settings.checkpoint_every == 0 or step == self._last):
+                if saves:
                     self._save(step)
         self._require_finite_parameters(self._last)
-        self._agree(self._last, [], checksum=True)
+        report = self._report(torch.zeros(()), checksum=True)
+        self._judge(self._last, self.communicator.total_of(report, purpose="control").tolist(), grad_norm=0.0)
         if not self.last_evaluation:  # resumed from a checkpoint of the last step
             self.last_evaluation = self.evaluate()
         self.progress["seconds"] = time.perf_counter() - self._started
 
-    def _train_step(self, data: GlobalStep) -> dict[str, Any]:
-        start, waited = time.perf_counter(), self.communicator.seconds
+    def _train_step(self, data: GlobalStep) -> Callable[[], dict[str, Any]]:
+        """Make one update; returns what reads its row, and stops the run if something is wrong with the update.
+
+        Nothing here waits for the device, unless the optimizer does.
+        """
+        start = mark(self._device)
+        self.communicator.lap()
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
+        if isinstance(self.optimizer, SendsEarly):
+            self.optimizer.begin(len(data.micro_batches))
         scale = self.communicator.world_size / max(1, data.loss_tokens)
         local = torch.zeros((), dtype=torch.float64, device=self._device)
         for number, batch in enumerate(data.micro_batches):
@@ -196,76 +224,93 @@ class Trainer:
             loss = self.objective(self.model, batch.to(self._device))[0].sum()
             (loss * scale).backward()
             local += loss.detach()
-        due = (data.step - 1) % self.settings.checksum_every == 0
-        (loss_sum,) = self._agree(data.step, [local.item()], checksum=due)
+        report = self._report(local, checksum=(data.step - 1) % self.settings.checksum_every == 0)
         lr = self._current_lr()
-        update_start = time.perf_counter()
+        early, update_start = self.communicator.lap(), mark(self._device)
         self.optimizer.step()
-        grad_norm = float(self.optimizer.grad_norm)  # type: ignore[attr-defined]  # waits for the device
-        end = time.perf_counter()
-        waited = self.communicator.seconds - waited
+        late, end = self.communicator.lap(), mark(self._device)
+        total = self.communicator.total_of(report, purpose="control")
+        grad_norm = self.optimizer.grad_norm  # type: ignore[attr-defined]  # see Args
+        traffic, sent = self.ledger.last, self.ledger.total_bytes
 
         progress = self.progress
         progress["step"] = data.step
         for name in ("tokens", "positions", "loss_tokens"):
             progress[name] += getattr(data, name)
-        progress["seconds"] = end - self._started
-        loss_mean = loss_sum / max(1, data.loss_tokens)
-        return {
-            "step": data.step,
-            "tokens": progress["tokens"],
-            "positions": progress["positions"],
-            "loss_tokens": progress["loss_tokens"],
-            "train/loss": loss_mean,
-            "train/perplexity": perplexity(loss_mean),
-            "train/grad_norm": grad_norm,
-            "lr": lr,
-            "comm/bytes": self.ledger.last.total,
-            "comm/total_bytes": self.ledger.total_bytes,
-            **{f"comm/{role}": 0 for role in ROLES_LOGGED},
-            **{f"comm/{role}": count for role, count in self.ledger.last.by_role().items()},
-            "time/step_s": end - start,
-            "time/comm_s": waited,
-            "time/optimizer_s": end - update_start - waited,
-            "tokens_per_s": data.tokens / (end - start),
-        }
+        progress["seconds"] = time.perf_counter() - self._started
+        counts = {name: progress[name] for name in ("step", "tokens", "positions", "loss_tokens")}
+
+        def read() -> dict[str, Any]:
+            loss_mean = self._judge(data.step, total.tolist(), float(grad_norm)) / max(1, data.loss_tokens)
+            seconds = seconds_between(start, end)
+            return {
+                **counts,
+                "train/loss": loss_mean,
+                "train/perplexity": perplexity(loss_mean),
+                "train/grad_norm": float(grad_norm),
+                "lr": lr,
+                "comm/bytes": traffic.total,
+                "comm/total_bytes": sent,
+                **{f"comm/{role}": 0 for role in ROLES_LOGGED},
+                **{f"comm/{role}": count for role, count in traffic.by_role().items()},
+                "time/step_s": seconds,
+                "time/comm_s": early.seconds + late.seconds,
+                "time/optimizer_s": seconds_between(update_start, end) - late.seconds,
+                "tokens_per_s": data.tokens / seconds,
+            }
+
+        return read
 
     def _current_lr(self) -> float:
         group = self.optimizer.param_groups[0]
         return float(self._lr * group["lr"] / group["initial_lr"])
 
-    def _agree(self, step: int, values: list[float], *, checksum: bool) -> list[float]:
-        """Sum ``values`` over the workers, and stop all of them if a gradient is not finite or parameters differ."""
+    def _report(self, loss: Tensor, *, checksum: bool) -> Tensor:
+        """What all workers are to know of this one's step, float64 [1 + 2 N]: its loss, and in the places of its rank
+        1 + the index of the first parameter whose gradient is not finite (0: none), and a checksum of parameters."""
         rank, size = self.communicator.rank, self.communicator.world_size
-        flags, sums = [0.0] * size, [0.0] * size
-        flags[rank] = float(self._first_non_finite() + 1)
-        sums[rank] = float(parameter_checksum(self._parameters)) if checksum else 0.0
-        total = self.communicator.total([*values, *flags, *sums], purpose="control")
-        flags, sums = total[len(values) : len(values) + size], total[len(values) + size :]
+        report = torch.zeros(1 + 2 * size, dtype=torch.float64, device=self._device)
+        report[0] = loss
+        report[1 + rank] = self._first_non_finite()
+        if checksum:
+            report[1 + size + rank] = parameter_checksum(self._parameters)
+        return report
+
+    def _judge(self, step: int, total: list[float], grad_norm: float) -> float:
+        """The loss summed over the workers; all stop if a gradient was not finite or parameters differed."""
+        size = self.communicator.world_size
+        flags, sums = total[1 : 1 + size], total[1 + size :]
         for worker, flag in enumerate(flags):
             if flag:
                 raise NonFiniteGradient(
                     f"step {step}: the gradient of {self._names[int(flag) - 1]} on rank {worker} is not finite; "
-                    f"parameters were not updated, and earlier checkpoints are good"
+                    f"the update was not saved, and earlier checkpoints are good"
                 )
+        if not math.isfinite(grad_norm):
+            raise NonFiniteGradient(
+                f"step {step}: the norm of the averaged gradients is {grad_norm}, too large for their dtype; the "
+                f"update was not saved, and earlier checkpoints are good"
+            )
         if len(set(sums)) > 1:
             odd = [worker for worker, value in enumerate(sums) if value != sums[0]]
             raise ReplicasDiffer(f"step {step}: parameters of ranks {odd} differ from those of rank 0")
-        return total[: len(values)]
+        return total[0]
 
-    def _first_non_finite(self) -> int:
-        """Index of the first parameter whose local gradient is not finite, or -1."""
-        indices = [i for i, p in enumerate(self._parameters) if p.grad is not None]
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        place = first_non_finite(gradients)
-        return -1 if place < 0 else indices[place]
+    def _first_non_finite(self) -> Tensor:
+        """Of this worker's gradients; see `first_non_finite`."""
+        if isinstance(self.optimizer, SendsEarly):
+            gradients = self.optimizer.local_gradients()
+        else:
+            gradients = [parameter.grad for parameter in self._parameters]
+        nothing = torch.zeros((), device=self._device)
+        return first_non_finite([nothing if gradient is None else gradient for gradient in gradients])
 
     def _require_finite_parameters(self, step: int) -> None:
         """Stop rather than keep an update that ran away: all workers stop, for all hold the same parameters."""
-        place = first_non_finite([parameter.detach() for parameter in self._parameters])
-        if place >= 0:
+        place = int(first_non_finite([parameter.detach() for parameter in self._parameters]))
+        if place:
             raise NonFiniteParameter(
-                f"step {step}: the update made {self._names[place]} infinite or NaN; it was not saved, and earlier "
+                f"step {step}: the update made {self._names[place - 1]} infinite or NaN; it was not saved, and earlier "
                 f"checkpoints are good"
             )
 
@@ -347,13 +392,11 @@ def dropout_seed(*place: int) -> int:
     return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def first_non_finite(tensors: Sequence[Tensor]) -> int:
-    """Index of the first tensor with an element that is NaN or infinite, or -1."""
-    if not tensors:
-        return -1
+def first_non_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """1 + the index of the first tensor with an element that is NaN or infinite, or 0; does not wait for the device."""
     # The largest magnitude is NaN or infinite exactly if an element is, and cannot overflow.
-    finite = torch.isfinite(torch.stack([value.float() for value in torch._foreach_norm(list(tensors), ord=math.inf)]))
-    return -1 if bool(finite.all()) else int((~finite).nonzero()[0])
+    bad = ~torch.isfinite(torch.stack([value.float() for value in torch._foreach_norm(list(tensors), ord=math.inf)]))
+    return torch.where(bad.any(), bad.int().argmax() + 1, 0)
 
 
 def perplexity(loss: float) -> float:
@@ -361,9 +404,9 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def parameter_checksum(parameters: Iterable[Tensor]) -> int:
+def parameter_checksum(parameters: Iterable[Tensor]) -> Tensor:
     """A number that differs if a bit of a parameter does, with near certainty; in [0, 2^48)."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [p.detach().view(integers[p.itemsize]).sum(dtype=torch.int64) for p in parameters]
     weights = torch.arange(1, len(sums) + 1, device=sums[0].device)
-    return int((torch.stack(sums) * weights).sum()) % CHECKSUM_MODULUS
+    return (torch.stack(sums) * weights).sum() % CHECKSUM_MODULUS

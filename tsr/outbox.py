@@ -1,0 +1,142 @@
+"""The messages that need no refresh first: ordinary cores and dense gradients, sent while backward goes on.
+
+They are one round of communication, in the order in which backward completes them, last block first. With the number
+of backward passes of a step announced, two things can happen as soon as a gradient is there: it is projected, added to
+its block's core and freed, so that no more than one dense gradient of such blocks is alive at a time; and, after the
+last pass, its message is put into the round, whose full buckets leave at once. Neither changes what is sent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from tsr.blocks import Block
+from tsr.communicator import Announced, Communicator, Round
+from tsr.stacks import Stack
+
+Places = Mapping[Block, tuple[Stack, int]]
+
+
+class Outbox:
+    """The first round of a step.
+
+    Args:
+        blocks: All blocks, in the order of the model.
+        places: Of the low-rank ones among them.
+        whole: Send the gradients of low-rank blocks, too, rather than their cores.
+        accumulate: Accumulate cores over the passes of a step, rather than gradients.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], places: Places, communicator: Communicator, *, whole: bool, accumulate: bool
+    ) -> None:
+        assert not (whole and accumulate)
+        self._blocks, self._places, self._communicator = blocks, places, communicator
+        self._whole, self._accumulate = whole, accumulate
+        self._round: Round | None = None
+        self._order: dict[Block, int] = {}
+        self._passes: int | None = None
+        self._seen: Counter[Block] = Counter()
+        self._sent: set[Block] = set()
+        if accumulate or communicator.overlap:
+            for block in blocks:
+                block.parameter.register_post_accumulate_grad_hook(partial(self._gradient_is_there, block))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is under way."""
+        return self._round is not None
+
+    def open(self, due: Collection[Block], *, passes: int | None) -> None:
+        """Begin a step in which the blocks ``due`` refresh; ``passes`` are its backward passes, None if unknown."""
+        self._passes = passes
+        self._seen.clear()
+        self._sent.clear()
+        waiting = set() if self._whole else set(due)
+        self._order = {
+            block: index for index, block in enumerate(b for b in reversed(self._blocks) if b not in waiting)
+        }
+        if self._accumulate:
+            for stack in {id(stack): stack for stack, _ in self._places.values()}.values():
+                stack.core.zero_()
+        self._round = self._communicator.open(
+            [
+                Announced(self._elements(block), "dense" if self._sends_gradient(block) else "core", block.kind)
+                for block in self._order
+            ]
+        )
+
+    def is_accumulated(self, block: Block) -> bool:
+        """Whether the block's core, and not its gradient, is what the passes of this step leave."""
+        return self._accumulate and self._passes is not None and block in self._places and block in self._order
+
+    def close(self) -> Round:
+        """Put in what is not there yet, projecting what has to be; returns the round, to be finished."""
+        assert self._round is not None
+        rest = [block for block in self._order if block not in self._sent]
+        project(
+            [block for block in rest if not self._sends_gradient(block) and not self.is_accumulated(block)],
+            self._places,
+        )
+        for block in rest:
+            self._put(block)
+        opened, self._round = self._round, None
+        return opened
+
+    def _gradient_is_there(self, block: Block, parameter: Tensor) -> None:
+        """Called by autograd after every pass that reaches the block."""
+        if self._round is None or self._passes is None:
+            return
+        self._seen[block] += 1
+        if self._seen[block] > self._passes:
+            raise RuntimeError(
+                f"backward has reached {block.name} {self._seen[block]} times, but begin() announced {self._passes} "
+                f"passes"
+            )
+        if block not in self._order:
+            return
+        complete = self._communicator.overlap and self._seen[block] == self._passes
+        if self.is_accumulated(block):
+            stack, index = self._places[block]
+            stack.add_projected(index)
+            parameter.grad = None
+        elif complete and not self._sends_gradient(block):
+            project([block], self._places)
+        if complete:
+            self._put(block)
+
+    def _put(self, block: Block) -> None:
+        assert self._round is not None
+        gradient = block.parameter.grad
+        if self._sends_gradient(block):
+            assert gradient is not None
+            self._round.put(self._order[block], gradient)
+        else:
+            stack, index = self._places[block]
+            self._round.put(self._order[block], stack.core[index])
+        self._sent.add(block)
+
+    def _sends_gradient(self, block: Block) -> bool:
+        return self._whole or not block.is_low_rank
+
+    def _elements(self, block: Block) -> int:
+        if self._sends_gradient(block):
+            return block.parameter.numel()
+        stack, index = self._places[block]
+        return stack.core[index].numel()
+
+
+def project(blocks: Collection[Block], places: Places) -> None:
+    """Write the cores of these blocks' gradients into their stacks, each stack at once where all of it is there."""
+    by_stack: dict[int, list[int]] = {}
+    stacks: dict[int, Stack] = {}
+    for block in blocks:
+        stack, index = places[block]
+        stacks[id(stack)] = stack
+        by_stack.setdefault(id(stack), []).append(index)
+    for key, indices in by_stack.items():
+        stacks[key].project(sorted(indices))
