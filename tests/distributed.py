@@ -227,8 +227,11 @@ VARIANTS: dict[str, Callable[..., LowRankAdam]] = {
 }
 
 
-def make_optimizer(variant: str, model: nn.Module, *, communicator: Communicator | None = None) -> LowRankAdam:
-    """One of `VARIANTS`, with small ranks and intervals."""
+def make_optimizer(
+    variant: str, model: nn.Module, *, communicator: Communicator | None = None, **choices: Any
+) -> LowRankAdam:
+    """One of `VARIANTS`, with small ranks and intervals, and ``choices``."""
     factory = VARIANTS[variant]
     given = factory.keywords if isinstance(factory, partial) else {}
-    return factory(model, communicator=communicator, **{k: v for k, v in CHOICES.items() if k not in given})
+    small = {key: value for key, value in CHOICES.items() if key not in given}
+    return factory(model, communicator=communicator, **small, **choices)

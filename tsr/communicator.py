@@ -9,6 +9,7 @@ collective itself, and the payload that would have been sent is counted.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,8 @@ class Communicator:
         self.dtype = WIRE_DTYPES[dtype]
         self.overlap = bool(overlap)
         self.ledger = Ledger()
-        self._stretches: list[tuple[Mark, Mark]] = []
+        # Bounded, for nobody has to ask for them.
+        self._stretches: deque[tuple[Mark, Mark]] = deque(maxlen=10_000)
         self._bucket_elements = None if bucket_mib is None else int(bucket_mib * 2**20) // self.dtype.itemsize
         self._group = group
         self._buffers: list[Tensor] = []  # that no round uses now
@@ -99,16 +101,15 @@ class Communicator:
 
         Buckets go one by one through one buffer, so that no second copy of a large round is made.
         """
-        for bucket in self._buckets([message.tensor.numel() for message in messages]):
-            members = [messages[index] for index in bucket]
-            part = Round(self, [Announced(m.tensor.numel(), m.role, m.kind) for m in members])
-            for index, message in enumerate(members):
-                part.put(index, message.tensor)
-            part.finish()
+        announced = [Announced(message.tensor.numel(), message.role, message.kind) for message in messages]
+        together = Round(self, announced, early=False)
+        for index, message in enumerate(messages):
+            together.put(index, message.tensor)
+        together.finish()
 
     def open(self, announced: Sequence[Announced]) -> Round:
         """A round whose messages are put in one by one, in any order; all workers announce the same list."""
-        return Round(self, announced)
+        return Round(self, announced, early=self.overlap)
 
     def _buckets(self, sizes: Sequence[int]) -> list[list[int]]:
         """Indices of the messages of each bucket: as many as fit, in order."""
@@ -176,45 +177,37 @@ class Communicator:
 class Round:
     """One round of communication; see `Communicator.open`.
 
-    Buckets leave in order, on every worker alike, each when all of its messages and all earlier buckets are there.
+    Buckets leave in order, on every worker alike. With ``early``, each leaves when all of its messages and all earlier
+    buckets are there; else in `finish`, when the one before it has come back.
     """
 
-    def __init__(self, communicator: Communicator, announced: Sequence[Announced]) -> None:
+    def __init__(self, communicator: Communicator, announced: Sequence[Announced], *, early: bool) -> None:
         self._communicator = communicator
         self._announced = announced
+        self._early = early
         self._tensors: list[Tensor | None] = [None] * len(announced)
         self._buckets = communicator._buckets([message.elements for message in announced])
-        self._left: list[_Left] = []
+        self._sent: list[_Sent] = []
 
     @torch.no_grad()
     def put(self, index: int, tensor: Tensor) -> None:
-        """Message ``index`` is there: ``tensor`` is not changed until `finish`, nor may the caller change it."""
+        """Message ``index`` is there; its tensor must not be changed until `finish` has put the mean into it."""
         assert tensor.numel() == self._announced[index].elements and self._tensors[index] is None
         self._tensors[index] = tensor
-        while len(self._left) < len(self._buckets) and all(
-            self._tensors[member] is not None for member in self._buckets[len(self._left)]
-        ):
-            self._send(self._buckets[len(self._left)])
+        while self._early and len(self._sent) < len(self._buckets) and self._is_there(len(self._sent)):
+            self._send(self._buckets[len(self._sent)])
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait, and replace every tensor by its mean over the workers, in place; all messages must be there."""
-        assert len(self._left) == len(self._buckets)
-        communicator = self._communicator
-        for left in self._left:
-            start = mark(left.flat.device)
-            if left.work is not None:
-                left.work.wait()
-            # The division is done after widening, so that a half-precision wire rounds the sum and nothing else.
-            wide = left.flat.to(torch.promote_types(left.flat.dtype, torch.float32))
-            wide /= communicator.world_size
-            parts = wide.split([tensor.numel() for tensor in left.tensors])
-            torch._foreach_copy_(
-                left.tensors, [part.view_as(tensor) for part, tensor in zip(parts, left.tensors, strict=True)]
-            )
-            communicator._buffers.append(left.buffer)
-            communicator._stretches.append((start, mark(left.flat.device)))
-        self._left = []
+        for number, bucket in enumerate(self._buckets):
+            if number == len(self._sent):
+                assert self._is_there(number)
+                self._send(bucket)
+            self._receive(self._sent[number])
+
+    def _is_there(self, number: int) -> bool:
+        return all(self._tensors[index] is not None for index in self._buckets[number])
 
     def _send(self, bucket: Sequence[int]) -> None:
         communicator = self._communicator
@@ -233,12 +226,25 @@ class Round:
         work = None
         if communicator._connected:
             work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=communicator._group, async_op=True)
-        self._left.append(_Left(tensors, flat, buffer, work))
+        self._sent.append(_Sent(tensors, flat, buffer, work))
         communicator._stretches.append((start, mark(flat.device)))
+
+    def _receive(self, sent: _Sent) -> None:
+        start = mark(sent.flat.device)
+        if sent.work is not None:
+            sent.work.wait()
+        # The division is done after widening, so that a half-precision wire rounds the sum and nothing else.
+        wide = sent.flat.to(torch.promote_types(sent.flat.dtype, torch.float32))
+        wide /= self._communicator.world_size
+        parts = wide.split([tensor.numel() for tensor in sent.tensors])
+        means = [part.view_as(tensor) for part, tensor in zip(parts, sent.tensors, strict=True)]
+        torch._foreach_copy_(sent.tensors, means)
+        self._communicator._buffers.append(sent.buffer)
+        self._communicator._stretches.append((start, mark(sent.flat.device)))
 
 
 @dataclass(frozen=True)
-class _Left:
+class _Sent:
     """A bucket on its way."""
 
     tensors: list[Tensor]

@@ -212,21 +212,24 @@ class LowRankAdam(torch.optim.Optimizer):
                 block.parameter.grad = torch.zeros_like(block.parameter)
 
         self.finite = torch.ones((), dtype=torch.bool, device=self.blocks[0].parameter.device)
-        first_round = self._outbox.close()
+        before = [(value, value.clone()) for block in due for value in self._state_of(block).values()]
+        self._outbox.send(refreshed=False)
         cores = [stack.core for stack in self._stacks]
         if self.options.reduce == "dense":
             # Whole gradients are averaged; what follows for low-rank blocks is local, and the same on every worker.
-            first_round.finish()
+            self._outbox.finish()
             self._refresh(due, step, local=True)
             project(self._places, self._places)
             self._clip([_gradient(block) for block in self.blocks], also=cores)
         else:
-            self._refresh(due, step, local=False)  # while the first round is on its way
-            project(due, self._places)
-            first_round.finish()
-            self.communicator.mean([Message(self._core(block), "core", block.kind) for block in due])
+            self._refresh(due, step, local=False)  # while what was sent is on its way
+            self._outbox.send(refreshed=True)
+            self._outbox.finish()
             self._clip([*cores, *(_gradient(block) for block in self._dense)])
 
+        for value, old in before:  # that the refresh has changed
+            self._set(value, value, otherwise=old)
+        del before
         for block in self._places:
             block.parameter.grad = None
         for group in self.param_groups:
@@ -289,23 +292,24 @@ class LowRankAdam(torch.optim.Optimizer):
         return RefreshTask(gradient, block.rank, draw)
 
     def _change_basis(self, block: Block, basis: Basis) -> None:
-        """Of one block; nothing changes where the step is not finite."""
+        """Put a block's new basis in the place of the old one, and see to its moments."""
         stack, index = self._places[block]
         left, right = sides(block.subspace, block.shape)
         old, new = stack.basis_of(index), Basis(basis.left if left else None, basis.right if right else None)
         first, second = stack.first[index], stack.second[index]
         if self.options.moments == "rotate":
-            self._set(first, rotate(first, old, new))
-            self._set(second, rotate(second, old, new, squared=True))
+            first.copy_(rotate(first, old, new))
+            second.copy_(rotate(second, old, new, squared=True))
         elif self.options.moments == "reset":
-            self._set(first, torch.zeros_like(first))
-            self._set(second, torch.zeros_like(second))
+            first.zero_()
+            second.zero_()
         for before, after in zip(old, new, strict=True):
             if before is not None and after is not None:
-                self._set(before, after)
+                before.copy_(after)
 
-    def _set(self, target: Tensor, value: Tensor) -> None:
-        target.copy_(torch.where(self.finite, value, target))
+    def _set(self, target: Tensor, value: Tensor, *, otherwise: Tensor | None = None) -> None:
+        """Give the target this value, or, if the step is not finite, the other one (``None``: the one it has)."""
+        target.copy_(torch.where(self.finite, value, target if otherwise is None else otherwise))
 
     def _clip(self, averaged: Sequence[Tensor], *, also: Sequence[Tensor] = ()) -> None:
         """Record the norm of the averaged messages and, if asked for, scale them (and what was made of them) down."""

@@ -1,9 +1,10 @@
-"""The messages that need no refresh first: ordinary cores and dense gradients, sent while backward goes on.
+"""The messages of a step, less those of refreshes: cores and dense gradients, sent while backward goes on.
 
-They are one round of communication, in the order in which backward completes them, last block first. With the number
-of backward passes of a step announced, two things can happen as soon as a gradient is there: it is projected, added to
-its block's core and freed, so that no more than one dense gradient of such blocks is alive at a time; and, after the
-last pass, its message is put into the round, whose full buckets leave at once. Neither changes what is sent.
+They are one round of communication, in the order in which backward completes them, last block first, save for the cores
+of blocks that refresh in the step, which come last. With the number of backward passes of a step announced, two things
+can happen as soon as a gradient is there: it is projected, added to its block's core and freed, so that no more than
+one dense gradient of such blocks is alive at a time; and, after the last pass, its message is put into the round, whose
+full buckets leave at once. Neither changes what is sent.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Places = Mapping[Block, tuple[Stack, int]]
 
 
 class Outbox:
-    """The first round of a step.
+    """The round of a step's cores and dense gradients.
 
     Args:
         blocks: All blocks, in the order of the model.
@@ -39,6 +40,7 @@ class Outbox:
         self._whole, self._accumulate = whole, accumulate
         self._round: Round | None = None
         self._order: dict[Block, int] = {}
+        self._due: dict[Block, None] = {}  # in order
         self._passes: int | None = None
         self._seen: Counter[Block] = Counter()
         self._sent: set[Block] = set()
@@ -56,10 +58,9 @@ class Outbox:
         self._passes = passes
         self._seen.clear()
         self._sent.clear()
-        waiting = set() if self._whole else set(due)
-        self._order = {
-            block: index for index, block in enumerate(b for b in reversed(self._blocks) if b not in waiting)
-        }
+        self._due = dict.fromkeys(() if self._whole else due)
+        last_first = [block for block in reversed(self._blocks) if block not in self._due]
+        self._order = {block: index for index, block in enumerate([*last_first, *self._due])}
         if self._accumulate:
             for stack in {id(stack): stack for stack, _ in self._places.values()}.values():
                 stack.core.zero_()
@@ -72,20 +73,23 @@ class Outbox:
 
     def is_accumulated(self, block: Block) -> bool:
         """Whether the block's core, and not its gradient, is what the passes of this step leave."""
-        return self._accumulate and self._passes is not None and block in self._places and block in self._order
+        return self._accumulate and self._passes is not None and block in self._places and block not in self._due
 
-    def close(self) -> Round:
-        """Put in what is not there yet, projecting what has to be; returns the round, to be finished."""
-        assert self._round is not None
-        rest = [block for block in self._order if block not in self._sent]
+    def send(self, *, refreshed: bool) -> None:
+        """Project and put in all that is not there yet; without ``refreshed``, less the blocks that are due."""
+        rest = [block for block in self._order if block not in self._sent and (refreshed or block not in self._due)]
         project(
             [block for block in rest if not self._sends_gradient(block) and not self.is_accumulated(block)],
             self._places,
         )
         for block in rest:
             self._put(block)
-        opened, self._round = self._round, None
-        return opened
+
+    def finish(self) -> None:
+        """Wait for the means, which are then in the gradients and cores."""
+        assert self._round is not None
+        self._round.finish()
+        self._round = None
 
     def _gradient_is_there(self, block: Block, parameter: Tensor) -> None:
         """Called by autograd after every pass that reaches the block."""
@@ -97,7 +101,7 @@ class Outbox:
                 f"backward has reached {block.name} {self._seen[block]} times, but begin() announced {self._passes} "
                 f"passes"
             )
-        if block not in self._order:
+        if block in self._due:
             return
         complete = self._communicator.overlap and self._seen[block] == self._passes
         if self.is_accumulated(block):

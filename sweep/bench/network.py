@@ -53,8 +53,8 @@ class HostFailed(RuntimeError):
     """A process on a host ended with an error; all others were ended."""
 
 
-class Terminated(BaseException):
-    """SIGTERM, raised where Python happens to be: no ``except Exception`` may swallow it."""
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM, raised where Python happens to be: no ``except Exception`` may swallow it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +110,8 @@ class Counters:
 class Network:
     """Hosts that stand as long as the ``with`` block lasts, which must be in the main thread.
 
-    Entering removes first what dead processes left behind, processes and namespaces. A first SIGINT or SIGTERM ends the
-    block; when processes and namespaces are gone, it has the consequence that it would have had without the block.
+    Entering removes first what dead processes left behind, processes and namespaces. A first SIGINT or SIGTERM raises
+    ``Interrupted``, another one nothing; after the block, the first has the consequence that it would have had outside.
 
     Attributes:
         hosts: Their number.
@@ -350,7 +350,7 @@ class _Signals:
 
     def _raise(self) -> None:
         if self._received is not None:
-            raise KeyboardInterrupt if self._received == signal.SIGINT else Terminated
+            raise Interrupted(signal.Signals(self._received).name)
 
 
 def _between(value: object, low: float, high: float) -> bool:
