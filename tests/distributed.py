@@ -233,5 +233,5 @@ def make_optimizer(
     """One of `VARIANTS`, with small ranks and intervals, and ``choices``."""
     factory = VARIANTS[variant]
     given = factory.keywords if isinstance(factory, partial) else {}
-    small = {key: value for key, value in CHOICES.items() if key not in given}
+    small = {key: value for key, value in CHOICES.items() if key not in given and key not in choices}
     return factory(model, communicator=communicator, **small, **choices)

@@ -46,9 +46,8 @@ def bits(model: nn.Module, optimizer: LowRankAdam) -> list[Tensor]:
 def test_accumulated_cores_train_what_accumulated_gradients_do(variant: str) -> None:
     model, other = make_toy(torch.float64), make_toy(torch.float64)
     start = [parameter.detach().clone() for parameter in model.parameters()]
-    wire = {"dtype": "fp64"}
-    dense = make_optimizer(variant, model, communicator=Communicator(**wire))
-    core = make_optimizer(variant, other, communicator=Communicator(**wire), accumulate="core")
+    dense = make_optimizer(variant, model, communicator=Communicator(dtype="fp64"))
+    core = make_optimizer(variant, other, communicator=Communicator(dtype="fp64"), accumulate="core")
     for step in range(1, STEPS + 1):
         train_step(model, dense, step, passes=2)
         train_step(other, core, step, passes=2)

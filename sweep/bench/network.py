@@ -328,8 +328,10 @@ class _Signals:
         """For cleaning up: a signal raises only afterwards."""
         before = self._received
         self.hold()
-        yield
-        self._held = False
+        try:
+            yield
+        finally:
+            self._held = False
         if before is None:
             self._raise()
 

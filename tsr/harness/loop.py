@@ -155,7 +155,7 @@ class Trainer:
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = self._parameters[0].device
-        self._ahead = 1 if self._device.type == "cuda" else 0  # steps that may be launched before one is read
+        self._ahead = steps_ahead(self._device)
         self.last_evaluation: dict[str, Any] = {}
         self.answers: NDArray[np.float64] = np.zeros((0, 0))  # that the last evaluation scored, on every worker
 
@@ -376,6 +376,11 @@ class Trainer:
                 keep=self.settings.keep_checkpoints,
             )
         self.communicator.barrier()
+
+
+def steps_ahead(device: torch.device) -> int:
+    """Steps that may be under way while the next is launched: a GPU must not wait for Python between two of them."""
+    return 1 if device.type == "cuda" else 0
 
 
 def describe_evaluation(row: Mapping[str, Any]) -> str:
