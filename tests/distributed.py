@@ -11,7 +11,6 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -22,9 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from sweep.bench.oracle import CollectiveOracle as CollectiveOracle
 from tsr import TSR, TSRSVD, AdamW, Communicator, GaLore, LowRankAdam, OneSided, TSRPaper
 
 Result = TypeVar("Result")
@@ -111,33 +109,6 @@ def _work(
     sender.send_bytes(answer)  # before the group goes and makes the peers fail
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-class CollectiveOracle(TorchDispatchMode):
-    """Counts the collectives that torch dispatches, with their payload: numel x itemsize of what a worker hands over.
-
-    It knows nothing of the ledger. ``calls`` and ``bytes`` are by the name of the operator; one that it has no rule for
-    is an error, not a zero.
-    """
-
-    _PAYLOAD_ARGUMENT = {"allreduce_": 0, "broadcast_": 0}  # noqa: RUF012
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-
-    @property
-    def total(self) -> int:
-        return self.bytes.total()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace:
-            name = func.__name__.split(".")[0]
-            payload = tree_leaves(args[self._PAYLOAD_ARGUMENT[name]])
-            self.calls[name] += 1
-            self.bytes[name] += sum(tensor.numel() * tensor.itemsize for tensor in payload)
-        return func(*args, **(kwargs or {}))
 
 
 VOCABULARY, WIDTH, ROWS, LENGTH, IGNORED = 40, 12, 8, 10, -100

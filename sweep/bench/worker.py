@@ -1,0 +1,260 @@
+"""One worker of the slow-network bench: `torchrun … -m sweep.bench.worker SPEC.json`, the same file on every host.
+
+It trains on random tokens: some steps of every kind that a method's schedule has (which blocks refresh), each several
+times, and writes what each took and sent, as JSON, into the folder that the file names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from models import next_token_losses
+from sweep.bench.network import interface_counters
+from sweep.bench.oracle import CollectiveOracle
+from sweep.cells import compose
+from train import build_model, build_optimizer
+from tsr import Communicator
+
+PROBE_BYTES = 4 * 2**20  # of the all-reduce that measures goodput
+PROBES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What the workers of one cell do.
+
+    Args:
+        overrides: Of the project's configuration; they choose model, method and wire.
+        peer: Instead of the method, torch's DDP with AdamW and this hook: ``none``, ``bf16`` or ``powersgd``.
+        rank: Of PowerSGD.
+        rows, length: Tokens of one worker's micro-batch.
+        passes: Micro-batches of a step.
+        repeats: Measured steps of each kind.
+        interval: The schedule of steps 2 to 1 + interval is what kinds are weighed by.
+        interface: Whose counters are read, or ``None``.
+        out: Folder of the results.
+    """
+
+    overrides: list[str]
+    peer: str | None
+    rank: int
+    rows: int
+    length: int
+    passes: int
+    repeats: int
+    interval: int
+    interface: str | None
+    out: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """One step of one worker, in seconds and bytes: ``communication`` is what it waited for, beyond its own work."""
+
+    kind: str
+    step: float
+    compute: float
+    communication: float
+    optimizer: float
+    payload: int
+
+
+class Ours:
+    """A method of this project."""
+
+    def __init__(self, spec: Spec, config: dict[str, Any]) -> None:
+        self.communicator = Communicator(**config["comm"])
+        self.model = build_model(config, "cpu")
+        self.optimizer = build_optimizer(config, self.model, self.communicator)
+        self._spec = spec
+
+    def kinds(self) -> Counter[tuple[Hashable, int]]:
+        """How often each kind of step occurs from step 2 on, with a step of that kind."""
+        first: dict[Hashable, int] = {}
+        kinds: Counter[tuple[Hashable, int]] = Counter()
+        for step in range(2, 2 + self._spec.interval):
+            kind = self.optimizer.step_kind(step)
+            kinds[kind, first.setdefault(kind, step)] += 1
+        return kinds
+
+    def step(self, number: int, tokens: Tensor) -> StepTimes:
+        start = time.perf_counter()
+        self.communicator.lap()
+        self.optimizer.updates = number - 1
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.begin(len(tokens))
+        for batch in tokens:
+            _loss(self.model, batch).backward()
+        middle, early = time.perf_counter(), self.communicator.lap().seconds
+        self.optimizer.step()
+        end, late = time.perf_counter(), self.communicator.lap().seconds
+        return StepTimes(
+            kind=str(self.optimizer.step_kind(number)),
+            step=end - start,
+            compute=middle - start - early,
+            communication=early + late,
+            optimizer=end - middle - late,
+            payload=self.communicator.ledger.last.total,
+        )
+
+
+class Peer:
+    """torch's own DDP with AdamW, plain or with a communication hook."""
+
+    def __init__(self, spec: Spec, config: dict[str, Any]) -> None:
+        self.model = DistributedDataParallel(build_model(config, "cpu"), gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self._compute = 0.0
+        self._payload = 0
+        if spec.peer == "bf16":
+            self.model.register_comm_hook(None, bf16_hook)
+        elif spec.peer == "powersgd":
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+
+            state = powersgd.PowerSGDState(
+                process_group=None, matrix_approximation_rank=spec.rank, start_powerSGD_iter=2, warm_start=True
+            )
+            self.model.register_comm_hook(state, powersgd.powerSGD_hook)
+
+    def kinds(self) -> Counter[tuple[Hashable, int]]:
+        return Counter({("every", 2): 1})
+
+    def prepare(self, tokens: Tensor) -> None:
+        """Measure backward without communication, and count the payload, once the hook has settled."""
+        for _ in range(3):
+            self._step(tokens)
+        with CollectiveOracle() as oracle:
+            self._step(tokens)
+        self._payload = oracle.total
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            with self.model.no_sync():
+                for batch in tokens:
+                    _loss(self.model, batch).backward()
+            times.append(time.perf_counter() - start)
+            self.optimizer.zero_grad(set_to_none=True)
+        self._compute = statistics.median(times)
+
+    def step(self, number: int, tokens: Tensor) -> StepTimes:
+        if not self._payload:
+            self.prepare(tokens)
+        start, middle, end = self._step(tokens)
+        return StepTimes(
+            kind="every",
+            step=end - start,
+            compute=min(self._compute, middle - start),
+            communication=max(0.0, middle - start - self._compute),
+            optimizer=end - middle,
+            payload=self._payload,
+        )
+
+    def _step(self, tokens: Tensor) -> tuple[float, float, float]:
+        start = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        for number, batch in enumerate(tokens, start=1):
+            with nullcontext() if number == len(tokens) else self.model.no_sync():
+                _loss(self.model, batch).backward()
+        middle = time.perf_counter()
+        self.optimizer.step()
+        return start, middle, time.perf_counter()
+
+
+def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Half the bytes of fp32; torch's own hook of this kind refuses gloo."""
+    flat = bucket.buffer()
+    half = flat.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(half, async_op=True)
+    assert work is not None
+
+    def widen(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return flat.copy_(done.value()[0])
+
+    return work.get_future().then(widen)
+
+
+def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    lengths = torch.full((len(tokens),), tokens.shape[1])
+    return next_token_losses(model(tokens), tokens, lengths).mean()
+
+
+def measure(spec: Spec) -> dict[str, Any]:
+    """All steps of a cell, on this worker."""
+    config = compose(*spec.overrides)
+    contestant: Ours | Peer = Peer(spec, config) if spec.peer else Ours(spec, config)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (spec.passes, spec.rows, spec.length)
+    tokens = torch.randint(config["model"]["vocab_size"], shape, generator=generator)
+    goodput = measure_goodput()
+    first = contestant.step(1, tokens)
+    kinds = contestant.kinds()
+    for _, number in kinds:
+        contestant.step(number, tokens)  # buffers are made
+    steps = []
+    with counted_wire(spec.interface) as wire:
+        for _, number in kinds:
+            steps += [contestant.step(number, tokens) for _ in range(spec.repeats)]
+    return {
+        "goodput": goodput,
+        "first": asdict(first),
+        "weights": {str(kind): count for (kind, _), count in kinds.items()},
+        "steps": [asdict(step) for step in steps],
+        "wire": wire.get("bytes"),
+    }
+
+
+@contextmanager
+def counted_wire(interface: str | None) -> Iterator[dict[str, int]]:
+    """The bytes that this host's interface sends meanwhile, all workers being here at both ends."""
+    counted: dict[str, int] = {}
+    read: Callable[[], int] = (lambda: interface_counters(interface).tx_bytes) if interface else (lambda: 0)
+    dist.barrier()
+    before = read()
+    yield counted
+    dist.barrier()
+    if interface:
+        counted["bytes"] = read() - before
+
+
+def measure_goodput() -> float:
+    """Payload bytes a second of a large all-reduce, times the 2 (N - 1) / N that a ring sends of each."""
+    flat = torch.zeros(PROBE_BYTES // 4)
+    size = dist.get_world_size()
+    times = []
+    for _ in range(PROBES):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(flat)
+        times.append(time.perf_counter() - start)
+    return PROBE_BYTES * 2 * (size - 1) / size / statistics.median(times)
+
+
+def main() -> None:
+    """What torchrun starts."""
+    spec = Spec(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("gloo")
+    result = measure(spec)
+    path = Path(spec.out) / f"rank{dist.get_rank()}.json"
+    path.write_text(json.dumps(result), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
