@@ -1,0 +1,239 @@
+"""`python -m sweep.bench.steps --out DIR`: what a step costs one process, beside torch's own AdamW and a plain loop.
+
+Everything of a model is timed turn by turn in one run and given as medians: forward and backward; every kind of step of
+each method, weighed over an interval; torch.optim.AdamW, fused and foreach; tokens a second of this project's loop and
+of a plain one with DDP; and the memory of gradients with and without accumulation in the core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from data import Batch
+from data.batches import GlobalStep
+from data.tasks import TASKS
+from sweep.cells import compose
+from train import build_model, build_optimizer
+from tsr import Communicator, LowRankAdam
+from tsr.accounting import state_bytes
+from tsr.harness.loop import Trainer
+from tsr.harness.rundir import RunDirectory
+from tsr.harness.settings import Schedule, TrainerSettings
+
+METHODS = {
+    "adamw": ("optimizer=adamw",),
+    "tsr": ("optimizer=tsr",),
+    "tsr_head": ("optimizer=tsr", "rank.head=64"),
+}
+INTERVAL = 100
+LOOP_STEPS = 4
+
+
+def alternate(pieces: Mapping[str, Callable[[], None]], *, repeats: int) -> dict[str, float]:
+    """Median seconds of each piece, run in turns after one turn that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in pieces}
+    for turn in range(repeats + 1):
+        for name, piece in pieces.items():
+            start = time.perf_counter()
+            piece()
+            if turn:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def model_of(*overrides: str) -> tuple[dict[str, Any], nn.Module]:
+    """Configuration and model of the paper's setting for a model."""
+    config = compose("experiment=table3", "model.dtype=fp32", *overrides)
+    return config, build_model(config, "cpu")
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean next-token loss of full rows."""
+    batch = Batch(tokens, torch.full((len(tokens),), tokens.shape[1]))
+    return TASKS["pretrain"].objective(model, batch)[0].sum() / batch.loss_tokens
+
+
+def kinds_of(optimizer: LowRankAdam) -> Counter[int]:
+    """A step of each kind of steps 2 to 1 + `INTERVAL`, with how many there are of its kind."""
+    first: dict[Any, int] = {}
+    return Counter(first.setdefault(optimizer.step_kind(step), step) for step in range(2, 2 + INTERVAL))
+
+
+def time_steps(model_name: str, *, tokens: int, length: int, repeats: int) -> dict[str, Any]:
+    """Seconds of forward and backward on ``tokens``, and of steps; bytes of optimizer state."""
+    config, model = model_of(f"model={model_name}")
+    batch = torch.randint(config["model"]["vocab_size"], (tokens // length, length))
+    loss_of(model, batch).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    optimizers: dict[str, LowRankAdam] = {}
+    pieces: dict[str, Callable[[], None]] = {}
+    weights: dict[str, Counter[int]] = {}
+
+    def with_gradients(step: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            step()
+
+        return run
+
+    def numbered(optimizer: LowRankAdam, number: int) -> Callable[[], None]:
+        def run() -> None:
+            optimizer.updates = number - 1
+            optimizer.step()
+
+        return with_gradients(run)
+
+    for name, overrides in METHODS.items():
+        method = compose("experiment=table3", f"model={model_name}", "model.dtype=fp32", *overrides)
+        optimizers[name] = build_optimizer(method, model, Communicator())
+        numbered(optimizers[name], 1)()  # bases
+        weights[name] = kinds_of(optimizers[name])
+        for number in weights[name]:
+            pieces[f"{name}/{number}"] = numbered(optimizers[name], number)
+    pieces["torch_fused"] = with_gradients(torch.optim.AdamW(model.parameters(), fused=True).step)
+    pieces["torch_foreach"] = with_gradients(torch.optim.AdamW(model.parameters(), foreach=True).step)
+    pieces["forward_backward"] = lambda: loss_of(model, batch).backward()
+    times = alternate(pieces, repeats=repeats)
+    steps = {
+        name: sum(times[f"{name}/{number}"] * count for number, count in kinds.items()) / INTERVAL
+        for name, kinds in weights.items()
+    }
+    return {
+        "model": model_name,
+        "tokens": tokens,
+        "seconds": times,
+        "step": steps,
+        "of_forward_backward": {name: value / times["forward_backward"] for name, value in steps.items()},
+        "state_bytes": {name: state_bytes(optimizer) for name, optimizer in optimizers.items()},
+    }
+
+
+def time_loops(model_name: str, *, tokens: int, length: int, repeats: int) -> dict[str, float]:
+    """Tokens a second of this project's loop and of a plain one with DDP, both with AdamW."""
+    config, ours = model_of(f"model={model_name}", "optimizer=adamw")
+    _, plain = model_of(f"model={model_name}")
+    batch = torch.randint(config["model"]["vocab_size"], (tokens // length, length))
+    rows = Batch(batch, torch.full((len(batch),), length))
+    with one_worker(), tempfile.TemporaryDirectory() as folder:
+        wrapped = DistributedDataParallel(plain, gradient_as_bucket_view=True)
+        reference = torch.optim.AdamW(plain.parameters(), fused=True)
+        settings = TrainerSettings(
+            **config["trainer"] | {"steps": 10**9, "eval_every": None, "checkpoint_every": None, "checksum_every": 50}
+        )
+        run = RunDirectory(Path(folder), config)
+        run.begin(resumed_step=0)
+        optimizer = build_optimizer(config, ours, Communicator())
+        counts = {"tokens": batch.numel(), "positions": batch.numel(), "loss_tokens": rows.loss_tokens}
+
+        def steps(first: int) -> Iterator[GlobalStep]:
+            for step in range(first, first + LOOP_STEPS):
+                yield GlobalStep(step=step, micro_batches=[rows], **counts)
+
+        trainer = Trainer(
+            ours,
+            optimizer,
+            TASKS["pretrain"].objective,
+            steps=steps,
+            evaluation=lambda: [rows],
+            last=10**9,
+            settings=settings,
+            schedule=Schedule(**config["schedule"], steps=10**9),
+            lr=config["optimizer"]["lr"],
+            seed=0,
+            text={},
+            run=run,
+        )
+        trainer.last_evaluation = {"eval/loss": math.nan}  # none is wanted
+
+        def plain_loop() -> None:
+            for _ in range(LOOP_STEPS):
+                reference.zero_grad(set_to_none=True)
+                loss_of(wrapped, batch).backward()
+                reference.step()
+
+        times = alternate({"ours": trainer.fit, "plain": plain_loop}, repeats=repeats)
+    return {name: LOOP_STEPS * batch.numel() / seconds for name, seconds in times.items()}
+
+
+@contextmanager
+def one_worker() -> Iterator[None]:
+    """A process group of this process alone, which DDP needs."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def gradient_memory(*overrides: str, passes: int, length: int) -> dict[str, int]:
+    """The most bytes that gradients take together on an ordinary step, by what accumulates: gradients or cores.
+
+    Looked at whenever a gradient is complete: it, all that are kept, and the cores that stand for others.
+    """
+    peaks: dict[str, int] = {}
+    for name in ("dense", "core"):
+        config, model = model_of(*overrides, f"optimizer.accumulate={'core' if name == 'core' else 'null'}")
+        optimizer: LowRankAdam = build_optimizer(config, model, Communicator())
+        peaks[name] = 0
+
+        def arrives(gradient: Tensor, optimizer: LowRankAdam = optimizer, name: str = name) -> None:
+            kept = sum(held.nbytes for held in optimizer.local_gradients() if held is not None)
+            peaks[name] = max(peaks[name], kept + gradient.nbytes)
+
+        for parameter in model.parameters():
+            parameter.register_hook(arrives)
+        optimizer.updates = 1  # an ordinary step
+        optimizer.begin(passes)
+        for batch in torch.randint(config["model"]["vocab_size"], (passes, 1, length)):
+            loss_of(model, batch).backward()
+    return peaks
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m sweep.bench.steps", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="where steps.json goes")
+    add("--model", default="llama_60m", help="of experiment=table3")
+    add("--tokens", type=int, default=4096, help="of forward and backward")
+    add("--length", type=int, default=256, help="tokens of a row")
+    add("--repeats", type=int, default=5)
+    add("--passes", type=int, default=8, help="micro-batches of the memory measurement")
+    options = parser.parse_args(arguments)
+    size = {"length": options.length, "repeats": options.repeats}
+    result = time_steps(options.model, tokens=options.tokens, **size)
+    result["tokens_per_s"] = time_loops(options.model, tokens=options.tokens, **size)
+    result["gradient_bytes"] = {
+        head: gradient_memory(
+            f"model={options.model}", "optimizer=tsr", f"rank.head={rank}", "refresh.embedding=100",
+            passes=options.passes, length=options.length,
+        )
+        for head, rank in (("low_rank_head", "64"), ("dense_head", "null"))
+    }  # fmt: skip
+    options.out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result, indent=2)
+    (options.out / f"steps-{options.model}.json").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
