@@ -270,7 +270,7 @@ class LowRankAdam(torch.optim.Optimizer):
 
     def _finite_or_zero(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors, or zeros if one is not finite: a factorisation of such values would raise, or wait."""
-        self.finite = self.finite & torch.isfinite(torch.stack(torch._foreach_norm(list(tensors)))).all()
+        self.finite = self.finite & torch.isfinite(torch.stack(torch._foreach_norm(list(tensors), ord=math.inf))).all()
         return [torch.where(self.finite, tensor, 0) for tensor in tensors]
 
     def _task(self, block: Block, step: int) -> RefreshTask:
