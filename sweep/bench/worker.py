@@ -32,6 +32,7 @@ from tsr import Communicator
 
 PROBE_BYTES = 4 * 2**20  # of the all-reduce that measures goodput
 PROBES = 3
+ONE_BUCKET_MIB = 2**14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +118,18 @@ class Peer:
     """torch's own DDP with AdamW, plain or with a communication hook."""
 
     def __init__(self, spec: Spec, config: dict[str, Any]) -> None:
-        self.model = DistributedDataParallel(build_model(config, "cpu"), gradient_as_bucket_view=True)
+        # PowerSGD's hook sends again when a bucket is back: with several of them the workers' orders differ, which gloo
+        # ends the process for. So it gets all in one.
+        bucket_mib = ONE_BUCKET_MIB if spec.peer == "powersgd" else None
+        self.model = DistributedDataParallel(
+            build_model(config, "cpu"), gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self._compute = 0.0
         self._payload = 0
         if spec.peer == "bf16":
-            self.model.register_comm_hook(None, bf16_hook)
+            # torch reads annotations of a hook, which are text here.
+            self.model.register_comm_hook(None, lambda state, bucket: bf16_hook(bucket))
         elif spec.peer == "powersgd":
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
@@ -175,7 +182,7 @@ class Peer:
         return start, middle, time.perf_counter()
 
 
-def bf16_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def bf16_hook(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Half the bytes of fp32; torch's own hook of this kind refuses gloo."""
     flat = bucket.buffer()
     half = flat.to(torch.bfloat16).div_(dist.get_world_size())
