@@ -360,6 +360,7 @@ def test_predictions_are_the_answers_of_the_saved_model_in_order(finished: Path,
     model.load_state_dict(read_record(finished / "stsb").weights)
     with torch.no_grad():
         answers = FINETUNE.objective(model, prepare(config).validation.collate(range(VALIDATION)))[1]
+    assert answers is not None
     found = [float(text) for text in predictions(finished / "stsb/predictions/STS-B.tsv")]
     assert found == pytest.approx(answers[:, 0].tolist(), rel=1e-4) and len(set(found)) == VALIDATION
 
