@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 
 from sweep import glue
 from sweep.compare import best, comparable
-from sweep.runs import find_runs, read_runs
+from sweep.runs import EPOCHS, find_runs, read_runs
 from tests.cli import PROJECT
 from tsr.harness.hydra_hooks import plain
 
@@ -34,7 +34,7 @@ def test_each_method_is_at_the_best_of_its_grid_which_lies_inside_with_three_see
     task: str, runs: pd.DataFrame
 ) -> None:
     of_task = runs[runs["task"] == task]
-    assert set(of_task["method"]) == METHODS and (of_task["epochs"] == 1).all()
+    assert set(of_task["method"]) == METHODS and (of_task[EPOCHS] == 1).all()
     for method, rows in chosen_of(runs, task).groupby("method"):
         assert set(rows["seed"]) == {0, 1, 2} and rows[RATE].nunique() == 1, method
         assert of_task[(of_task["method"] == method) & (of_task["seed"] == 0)][RATE].nunique() >= 3, method
