@@ -44,7 +44,7 @@ def test_every_method_had_the_same_grid_and_the_chosen_point_lies_inside_it(runs
         assert (config["optimizer"]["lr"], config["lr_factor"]["linear"]) == tuple(rows[GRID_KEYS].iloc[0]), method
 
 
-@pytest.mark.parametrize("name", ["proxy.csv", "proxy_ablations.csv"])
+@pytest.mark.parametrize("name", ["proxy.csv", "proxy_ablations.csv", "glue.csv"])
 def test_every_row_is_the_run_that_its_overrides_make(name: str) -> None:
     table = pd.read_csv(RESULTS / name)
     assert table["config_hash"].is_unique and not table["git_commit"].str.endswith("-dirty").any()
