@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from tests.distributed import METHODS, VARIANTS, backward, make_optimizer, make_toy
 from tsr import TSR, AdamOptions, AdamW, Block, Communicator, LowRankAdam, RefreshRule
 from tsr.accounting import paper_memory_bytes, state_bytes
-from tsr.optimizer import adam_direction
+from tsr.adam import adam_direction, corrections
 from tsr.subspace import Basis, lift, project
 
 NEVER = 10**9
@@ -111,7 +111,8 @@ def test_direction_is_the_written_formula(eps_mode: str) -> None:
         reference.step()
         first = beta1 * first + (1 - beta1) * gradient
         second = beta2 * second + (1 - beta2) * gradient**2
-        ours = adam_direction(first, second, step, betas=(beta1, beta2), eps=eps, eps_mode=eps_mode)
+        correction = corrections([step], betas=(beta1, beta2), like=first)
+        ours = adam_direction(first, second, correction, eps=eps, eps_mode=eps_mode)
         if eps_mode == "raw":
             step_size = lr * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
             assert_close(ours, step_size * first / (second.sqrt() + eps))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from tsr.adam import adam, corrections
 from tsr.blocks import ROLES, Block
 from tsr.checks import is_number
 from tsr.communicator import Communicator, Message
@@ -53,6 +54,8 @@ class AdamOptions:
         accumulate: What the backward passes of a step leave: gradients (``None``), or ``core``: unless it refreshes, a
             low-rank block's gradient is projected, added to its core and freed as soon as it is there, so that
             gradients take the memory of the largest block. See `LowRankAdam.begin`.
+        compile: Let torch.compile fuse the update of the cores (at the first step, which takes a C++ compiler and
+            seconds); the result is the same to rounding. ``None`` and false: do not.
     """
 
     lr: float
@@ -66,6 +69,7 @@ class AdamOptions:
     reduce: str = "projected"
     clip_norm: float | None = None
     accumulate: str | None = None
+    compile: bool | None = None
 
     def __post_init__(self) -> None:
         for name, number in (("lr", self.lr), ("scale", self.scale), ("eps", self.eps)):
@@ -95,6 +99,8 @@ class AdamOptions:
         ):
             if value not in allowed:
                 raise ValueError(f"optimizer.{name} must be one of {', '.join(allowed)}, got {value!r}")
+        if self.compile not in (True, False, None):
+            raise ValueError(f"optimizer.compile must be true, or false or null, got {self.compile!r}")
         if self.accumulate not in (None, "core"):
             raise ValueError(f"optimizer.accumulate must be core, or null for gradients, got {self.accumulate!r}")
         if self.accumulate == "core" and self.reduce == "dense":
@@ -155,6 +161,7 @@ class LowRankAdam(torch.optim.Optimizer):
         self._dense = [block for block in self.blocks if not block.is_low_rank]
         for block in self.blocks:
             self.state[block.parameter] = self._state_of(block) if block.is_low_rank else _dense_state(block)
+        self._adam = torch.compile(adam, dynamic=True) if options.compile else adam
         self._outbox = Outbox(
             self.blocks,
             self._places,
@@ -228,7 +235,7 @@ class LowRankAdam(torch.optim.Optimizer):
             self._clip([*cores, *(_gradient(block) for block in self._dense)])
 
         for value, old in before:  # that the refresh has changed
-            self._set(value, value, otherwise=old)
+            value.copy_(torch.where(self.finite, value, old))
         del before
         for block in self._places:
             block.parameter.grad = None
@@ -307,10 +314,6 @@ class LowRankAdam(torch.optim.Optimizer):
             if before is not None and after is not None:
                 before.copy_(after)
 
-    def _set(self, target: Tensor, value: Tensor, *, otherwise: Tensor | None = None) -> None:
-        """Give the target this value, or, if the step is not finite, the other one (``None``: the one it has)."""
-        target.copy_(torch.where(self.finite, value, target if otherwise is None else otherwise))
-
     def _clip(self, averaged: Sequence[Tensor], *, also: Sequence[Tensor] = ()) -> None:
         """Record the norm of the averaged messages and, if asked for, scale them (and what was made of them) down."""
         # In at least fp32: the norm of a bf16 tensor would have three digits.
@@ -353,28 +356,25 @@ class LowRankAdam(torch.optim.Optimizer):
                 block.parameter.copy_(weights)  # rounded to the parameter's dtype, once
 
     def _update(self, stack: Stack, group: dict[str, Any], step: int) -> None:
-        beta1, beta2 = group["betas"]
-        first = stack.first.lerp(stack.core, 1 - beta1)
-        second = (beta2 * stack.second).addcmul_(stack.core, stack.core, value=1 - beta2)
-        self._set(stack.first, first)
-        self._set(stack.second, second)
-        direction = self._direction(stack, step, group)
+        ages = [step]
+        if self.options.moments == "reset":
+            ages = [self.refresh.age(step, block.interval, block.offset) for block in stack.blocks]
+        first, second, direction = self._adam(
+            stack.first,
+            stack.second,
+            stack.core,
+            self.finite,
+            corrections(ages, betas=group["betas"], like=stack.core),
+            betas=group["betas"],
+            eps=group["eps"],
+            eps_mode=self.options.eps_mode,
+        )
+        stack.first.copy_(first)
+        stack.second.copy_(second)
         decay = None
         if group["weight_decay"]:
             decay = 1 - group["lr"] * group["weight_decay"] * self.finite.to(stack.dtype)
-        stack.move(torch.where(self.finite, direction, 0), lr=group["lr"] * self.options.scale, decay=decay)
-
-    def _direction(self, stack: Stack, step: int, group: dict[str, Any]) -> Tensor:
-        choices = {"betas": group["betas"], "eps": group["eps"], "eps_mode": self.options.eps_mode}
-        if self.options.moments != "reset":
-            return adam_direction(stack.first, stack.second, step, **choices)
-        ages = [self.refresh.age(step, block.interval, block.offset) for block in stack.blocks]
-        return torch.stack(
-            [
-                adam_direction(first, second, age, **choices)
-                for first, second, age in zip(stack.first, stack.second, ages, strict=True)
-            ]
-        )
+        stack.move(direction, lr=group["lr"] * self.options.scale, decay=decay)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over saved state into this optimizer's own tensors, whose dtypes are not the parameters'."""
@@ -388,20 +388,6 @@ class LowRankAdam(torch.optim.Optimizer):
             for key, value in saved.items():
                 own[key].copy_(value)
             self.state[parameter] = own
-
-
-def adam_direction(
-    first: Tensor, second: Tensor, step: int, *, betas: tuple[float, float], eps: float, eps_mode: str
-) -> Tensor:
-    """Adam's direction from its moments after ``step`` updates (from 1); TSR Algorithm 1, Kingma and Ba 2015.
-
-    ``corrected``: m^ / (sqrt(v^) + eps). ``raw``: sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps).
-    """
-    correction1 = 1 - betas[0] ** step
-    correction2 = math.sqrt(1 - betas[1] ** step)
-    if eps_mode == "raw":
-        return (first / (second.sqrt() + eps)) * (correction2 / correction1)
-    return (first / correction1) / (second.sqrt() / correction2 + eps)
 
 
 def _gradient(block: Block) -> Tensor:

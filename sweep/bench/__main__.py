@@ -1,23 +1,41 @@
 """`python -m sweep.bench --out DIR`: what a step costs on a slow network, for every method, side by side.
 
-Hosts are network namespaces joined by links of the chosen rates (see `sweep.bench.network`), so root is needed. Each
-cell (method, workers, rate) becomes a row of `bench.csv` as soon as it is measured; a bench that is started again goes
-on with what is missing. Rates always include `none`, an unlimited link, which the lower bound takes its compute from.
+Hosts are network namespaces joined by links of the chosen rates (see `sweep.bench.network`), so root is needed; with
+`--loopback` it is not: workers are plain processes, no rate is limited, and the bytes are those of their own sockets.
+Each cell (method, workers, rate) becomes a row of `bench.csv` as soon as it is measured; a bench that is started again
+goes on with what is missing. Rates always include `none`, an unlimited link, which the lower bound takes its work from.
+At the end come `bench.md`, the table, and a figure. The time to a stated loss is `python -m sweep.bench.loss`.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from sweep.bench.cells import CONTESTANTS, Row, Work, run_cell
+from sweep.bench.cells import CONTESTANTS, Contestant, Loopback, Row, Work, run_cell
 from sweep.bench.network import HostFailed, Link, Network, NetworkUnavailable, why_not
+from sweep.bench.report import write
+from sweep.cells import compose
 
 RESULTS = "bench.csv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The cells of a bench."""
+
+    workers: Sequence[int]
+    rates: Sequence[float | None]
+    contestants: Sequence[Contestant]
+    work: Work
+    loopback: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,24 +45,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--out", type=Path, required=True, metavar="DIR", help="where the results go")
     add("--workers", default="2,4", help="hosts, as in 2,4")
     add("--rates", default="none,1000,100", help="Mbit/s of every link, as in none,1000,100")
-    add("--methods", default=",".join(CONTESTANTS), help="contestants")
+    add("--methods", default=",".join(CONTESTANTS), help="contestants, as in adamw,tsr")
     add("--model", default="llama_60m", help="model and ranks, of experiment=table3")
     add("--rows", type=int, default=1, help="rows of a worker's micro-batch")
     add("--length", type=int, default=64, help="tokens of a row")
     add("--passes", type=int, default=1, help="micro-batches of a step")
     add("--repeats", type=int, default=5, help="measured steps of each kind")
-    add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more of the configuration, as in comm.overlap=true")
+    add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more of the configuration, as in rank.linear=128")
+    add("--loopback", action="store_true", help="without root: no hosts, no rates, bytes of the workers' sockets")
+    add("--readme", nargs=2, metavar=("FILE", "NAME"), help="put the table between FILE's <!-- begin/end NAME -->, too")
     options = parser.parse_args(arguments)
     try:
-        workers = [int(number) for number in options.workers.split(",")]
-        rates = [None if rate == "none" else float(rate) for rate in options.rates.split(",")]
-        methods = [CONTESTANTS[name] for name in options.methods.split(",")]
-    except (ValueError, KeyError) as error:
-        print(f"error: {error}; methods are {', '.join(CONTESTANTS)}", file=sys.stderr)
+        plan = _plan(options)
+        if not plan.loopback and (reason := why_not()):
+            print(f"skipped: {reason}; --loopback needs neither root nor ip", file=sys.stderr)
+            return 1
+        options.out.mkdir(parents=True, exist_ok=True)
+        results = options.out / RESULTS
+        _measure(plan, results, options.out / "cells")
+        order = {name: index for index, name in enumerate(CONTESTANTS)}
+        rows = sorted(_read(results), key=lambda row: (row.workers, -(row.rate_mbit or 1e9), order[row.method]))
+        judge = "workers' own TCP sockets" if plan.loopback else "hosts' interfaces"
+        title = f"{options.model}, {plan.work.rows} × {plan.work.length} tokens × {plan.work.passes} a worker and step"
+        write(rows, options.out, title=title, interval=plan.work.interval, judge_name=judge, readme=options.readme)
+    except (HostFailed, TimeoutError, subprocess.TimeoutExpired, NetworkUnavailable, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
-    if reason := why_not():
-        print(f"skipped: {reason}", file=sys.stderr)
-        return 1
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    """What to measure; every mistake shows here, before a worker is started."""
+    workers = _listed("--workers", options.workers, _whole)
+    rates = _listed("--rates", options.rates, _rate)
+    contestants = _listed("--methods", options.methods, _contestant)
+    for name in ("rows", "length", "passes", "repeats"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be a whole number from 1, got {getattr(options, name)}")
+    if options.loopback and rates != [None]:
+        raise ValueError(f"--loopback limits no rate: --rates must be none, got {options.rates}")
     work = Work(
         overrides=("experiment=table3", f"model={options.model}", "model.dtype=fp32", *options.set),
         rows=options.rows,
@@ -52,33 +91,83 @@ def main(arguments: Sequence[str] | None = None) -> int:
         passes=options.passes,
         repeats=options.repeats,
     )
-    options.out.mkdir(parents=True, exist_ok=True)
-    results = options.out / RESULTS
-    done = {(row["method"], row["workers"], row["rate_mbit"]) for row in _read(results)}
+    for contestant in contestants:
+        compose(*work.overrides, *contestant.overrides)
+    return Plan(workers=workers, rates=rates, contestants=contestants, work=work, loopback=options.loopback)
+
+
+def _listed(key: str, text: str, read: Callable[[str], Any]) -> list[Any]:
     try:
-        for size in workers:
-            with Network(hosts=size, link=Link(rate_mbit=None)) as network:
-                for rate in dict.fromkeys([None, *rates]):
-                    network.set_link(Link(rate_mbit=rate))
-                    for contestant in methods:
-                        name = f"{contestant.name}-{size}-{rate or 'none'}"
-                        if (contestant.name, str(size), "" if rate is None else str(rate)) in done:
-                            print(f"done already: {name}")
-                            continue
-                        row = run_cell(network, contestant, work, options.out / "cells" / name)
-                        _append(results, row)
-                        print(f"{name}: {row.step_s:.3f} s a step, {row.payload / 1e6:.3f} MB", flush=True)
-    except (HostFailed, TimeoutError, NetworkUnavailable, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return [read(part.strip()) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
 
 
-def _read(path: Path) -> list[dict[str, str]]:
+def _whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise ValueError(f"each must be a whole number from 2, got {text!r}")
+    return int(text)
+
+
+def _rate(text: str) -> float | None:
+    if text == "none":
+        return None
+    try:
+        return Link(rate_mbit=float(text)).rate_mbit
+    except ValueError:
+        raise ValueError(f"each must be none or Mbit/s between 0.1 and 100000, got {text!r}") from None
+
+
+def _contestant(text: str) -> Contestant:
+    if text not in CONTESTANTS:
+        raise ValueError(f"each must be one of {', '.join(CONTESTANTS)}, got {text!r}")
+    return CONTESTANTS[text]
+
+
+def _measure(plan: Plan, results: Path, cells: Path) -> None:
+    done = {(row.method, row.workers, row.rate_mbit) for row in _read(results)}
+    for workers in plan.workers:
+        with _place(workers, loopback=plan.loopback) as place:
+            for rate in dict.fromkeys([None, *plan.rates]):
+                if isinstance(place, Network):
+                    place.set_link(Link(rate_mbit=rate))
+                for contestant in plan.contestants:
+                    name = f"{contestant.name}-{workers}-{'none' if rate is None else f'{rate:g}'}"
+                    if (contestant.name, workers, rate) in done:
+                        print(f"{name}: measured before")
+                        continue
+                    row = run_cell(place, contestant, plan.work, cells / name)
+                    _append(results, row)
+                    print(f"{name}: {row.step_s:.3f} s a step, {row.payload / 1e6:.3f} MB", flush=True)
+
+
+@contextmanager
+def _place(workers: int, *, loopback: bool) -> Iterator[Network | Loopback]:
+    if loopback:
+        yield Loopback(workers)
+        return
+    with Network(hosts=workers, link=Link(rate_mbit=None)) as network:
+        yield network
+
+
+def _read(path: Path) -> list[Row]:
     if not path.is_file():
         return []
+    names = [field.name for field in fields(Row)]
     with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        reader = csv.DictReader(file)
+        if reader.fieldnames != names:
+            raise ValueError(f"{path} is no table of this bench; give another --out")
+        return [_row(line) for line in reader]
+
+
+def _row(line: dict[str, str]) -> Row:
+    """A row from its text, by the types that `Row` declares."""
+    read: dict[str, Callable[[str], Any]] = {
+        **{"str": str, "int": int, "float": float, "bool": lambda text: text == "True"},
+        "float | None": lambda text: float(text) if text else None,
+    }
+    return Row(**{field.name: read[str(field.type)](line[field.name]) for field in fields(Row)})
 
 
 def _append(path: Path, row: Row) -> None:

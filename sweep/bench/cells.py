@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sweep.bench.network import Network
+from sweep.bench.network import HostFailed, Link, Network
 from sweep.bench.worker import Spec
 
 PORT = 29500
@@ -28,18 +30,22 @@ class Contestant:
     rank: int = 0
 
 
+EARLY = ("comm.overlap=true", "comm.bucket_mib=25")
+LATE = ("comm.overlap=false", "comm.bucket_mib=25")
+LOW_RANK_HEAD = ("optimizer=tsr", "rank.head=64")
+SLIM = (*LOW_RANK_HEAD, "refresh.head=100", "refresh.embedding=100", "comm.dtype=bf16")
+
 CONTESTANTS = {
     contestant.name: contestant
     for contestant in (
-        Contestant(name="adamw", overrides=("optimizer=adamw",)),
-        Contestant(name="galore", overrides=("optimizer=galore",)),
-        Contestant(name="one_sided", overrides=("optimizer=one_sided",)),
-        Contestant(name="tsr", overrides=("optimizer=tsr",)),
-        Contestant(name="tsr_head", overrides=("optimizer=tsr", "rank.head=64")),
-        Contestant(
-            name="tsr_bf16",
-            overrides=("optimizer=tsr", "rank.head=64", "refresh.head=100", "refresh.embedding=100", "comm.dtype=bf16"),
-        ),
+        Contestant(name="adamw", overrides=("optimizer=adamw", *EARLY)),
+        Contestant(name="adamw_late", overrides=("optimizer=adamw", *LATE)),
+        Contestant(name="galore", overrides=("optimizer=galore", *EARLY)),
+        Contestant(name="one_sided", overrides=("optimizer=one_sided", *EARLY)),
+        Contestant(name="tsr", overrides=("optimizer=tsr", *EARLY)),
+        Contestant(name="tsr_late", overrides=("optimizer=tsr", *LATE)),
+        Contestant(name="tsr_head", overrides=(*LOW_RANK_HEAD, *EARLY)),
+        Contestant(name="tsr_bf16", overrides=(*SLIM, *EARLY)),
         Contestant(name="ddp_adamw", peer="none"),
         Contestant(name="ddp_bf16", peer="bf16"),
         Contestant(name="ddp_powersgd", peer="powersgd", rank=4),
@@ -63,8 +69,10 @@ class Work:
 class Row:
     """A cell: seconds and bytes of a step, weighed over the kinds of steps of one interval, the first step left out.
 
-    Medians over the repeats of a kind, of the slowest worker each; ``wire_ratio`` is the interface's bytes over the
-    ledger's times 2 (N - 1) / N, ``goodput`` what a large all-reduce reached in the same run, in Mbit/s.
+    Medians over the repeats of a kind, of the slowest worker each. ``collectives`` are all-reduces a step;
+    ``overlapped``: they begin while backward goes on. ``wire_ratio`` is the bytes that a worker's interface (or its
+    sockets) sent over its ledger's times 2 (N - 1) / N, ``goodput_mbit`` what a large all-reduce reached in the same
+    run, ``cores`` those that all workers shared.
     """
 
     method: str
@@ -78,13 +86,26 @@ class Row:
     payload: float
     peak_payload: int
     first_payload: int
+    collectives: float
+    overlapped: bool
     wire_ratio: float | None
     goodput_mbit: float
     dropped: int
+    cores: int
 
 
-def run_cell(network: Network, contestant: Contestant, work: Work, folder: Path) -> Row:
-    """Run a contestant on the hosts of a network as it stands."""
+class Loopback:
+    """Workers of this machine without hosts of their own, for those who are not root: no rate is limited."""
+
+    interface = None
+    link = Link(rate_mbit=None)
+
+    def __init__(self, hosts: int) -> None:
+        self.hosts = hosts
+
+
+def run_cell(place: Network | Loopback, contestant: Contestant, work: Work, folder: Path) -> Row:
+    """Run a contestant on the hosts of a network as it stands, or on loopback."""
     folder.mkdir(parents=True, exist_ok=True)
     spec = Spec(
         overrides=[*work.overrides, *contestant.overrides],
@@ -95,49 +116,78 @@ def run_cell(network: Network, contestant: Contestant, work: Work, folder: Path)
         passes=work.passes,
         repeats=work.repeats,
         interval=work.interval,
-        interface=network.interface,
+        interface=place.interface,
         out=str(folder),
     )
     path = folder / "spec.json"
     path.write_text(json.dumps(asdict(spec)), encoding="utf-8")
-
-    def command(host: int) -> list[str]:
-        place = ["--nnodes", str(network.hosts), "--node-rank", str(host), "--nproc-per-node", "1"]
-        master = ["--master-addr", network.addresses[0], "--master-port", str(PORT)]
-        return [sys.executable, "-m", "torch.distributed.run", *place, *master, "-m", "sweep.bench.worker", str(path)]
-
-    before = sum(network.dropped())
-    network.run(
-        command,
-        log_dir=folder,
-        timeout_s=TIMEOUT_S,
-        env={"GLOO_SOCKET_IFNAME": network.interface, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)},
-    )
-    results = [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(network.hosts)]
+    before = _dropped(place)
+    launch(place, ["-m", "sweep.bench.worker", str(path)], log_dir=folder)
+    results = [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(place.hosts)]
     return summarise(
         results,
         method=contestant.name,
-        rate_mbit=network.link.rate_mbit,
+        rate_mbit=place.link.rate_mbit,
         tokens=work.rows * work.length * work.passes,
-        dropped=sum(network.dropped()) - before,
+        overlapped=contestant.peer in ("none", "bf16") or EARLY[0] in contestant.overrides,
+        dropped=_dropped(place) - before,
     )
 
 
+def launch(place: Network | Loopback, program: Sequence[str], *, log_dir: Path) -> None:
+    """Run a Python program by torchrun, one worker a host, exactly as across machines.
+
+    Raises:
+        HostFailed, TimeoutError: As `Network.run`.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
+    if isinstance(place, Network):
+        master = ["--master-addr", place.addresses[0], "--master-port", str(PORT)]
+
+        def command(host: int) -> list[str]:
+            rank = ["--nnodes", str(place.hosts), "--node-rank", str(host), "--nproc-per-node", "1"]
+            return [*torchrun, *rank, *master, *program]
+
+        env["GLOO_SOCKET_IFNAME"] = place.interface
+        place.run(command, log_dir=log_dir, timeout_s=TIMEOUT_S, env=env)
+        return
+    log = log_dir / "workers.log"
+    local = [*torchrun, "--standalone", "--nproc-per-node", str(place.hosts), *program]
+    with log.open("wb") as output:
+        done = subprocess.run(
+            local, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env}, timeout=TIMEOUT_S
+        )
+    if done.returncode:
+        raise HostFailed(f"torchrun ended with {done.returncode}; see {log}")
+
+
+def _dropped(place: Network | Loopback) -> int:
+    return sum(place.dropped()) if isinstance(place, Network) else 0
+
+
 def summarise(
-    results: Sequence[Mapping[str, Any]], *, method: str, rate_mbit: float | None, tokens: int, dropped: int
+    results: Sequence[Mapping[str, Any]],
+    *,
+    method: str,
+    rate_mbit: float | None,
+    tokens: int,
+    overlapped: bool,
+    dropped: int,
 ) -> Row:
     """One row from what each worker wrote."""
     workers = len(results)
-    weights: Mapping[str, int] = results[0]["weights"]
+    kinds: Sequence[Mapping[str, int]] = results[0]["kinds"]
     steps = list(slowest(results))
-    total = sum(weights.values())
+    total = sum(kind["count"] for kind in kinds)
+
+    def mean(of_kind: Callable[[Mapping[str, int]], float]) -> float:
+        return sum(of_kind(kind) * kind["count"] for kind in kinds) / total
 
     def weighed(key: str) -> float:
-        medians = {kind: statistics.median(s[key] for s in steps if s["kind"] == kind) for kind in weights}
-        return sum(medians[kind] * count for kind, count in weights.items()) / total
+        return mean(lambda kind: statistics.median(s[key] for s in steps if s["number"] == kind["number"]))
 
     sent = sum(step["payload"] for step in results[0]["steps"]) * 2 * (workers - 1) / workers
-    wire = [result["wire"] for result in results if result["wire"] is not None]
     return Row(
         method=method,
         workers=workers,
@@ -147,12 +197,15 @@ def summarise(
         compute_s=weighed("compute"),
         communication_s=weighed("communication"),
         optimizer_s=weighed("optimizer"),
-        payload=weighed("payload"),
-        peak_payload=max(step["payload"] for step in steps),
-        first_payload=results[0]["first"]["payload"],
-        wire_ratio=statistics.mean(wire) / sent if wire and sent else None,
+        payload=mean(lambda kind: kind["payload"]),
+        peak_payload=max(kind["payload"] for kind in kinds),
+        first_payload=results[0]["first"],
+        collectives=mean(lambda kind: kind["collectives"]),
+        overlapped=overlapped,
+        wire_ratio=statistics.mean(result["wire"] for result in results) / sent if sent else None,
         goodput_mbit=min(result["goodput"] for result in results) * 8 / 1e6,
         dropped=dropped,
+        cores=len(os.sched_getaffinity(0)),
     )
 
 

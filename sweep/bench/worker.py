@@ -1,7 +1,7 @@
 """One worker of the slow-network bench: `torchrun … -m sweep.bench.worker SPEC.json`, the same file on every host.
 
-It trains on random tokens: some steps of every kind that a method's schedule has (which blocks refresh), each several
-times, and writes what each took and sent, as JSON, into the folder that the file names.
+It trains on random tokens: steps of every kind that a method's schedule has (which blocks refresh), each several times,
+and writes what each took and sent, as JSON, into the folder that the file names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from models import next_token_losses
-from sweep.bench.network import interface_counters
+from sweep.bench.network import interface_counters, socket_bytes
 from sweep.bench.oracle import CollectiveOracle
 from sweep.cells import compose
 from train import build_model, build_optimizer
@@ -47,7 +47,7 @@ class Spec:
         passes: Micro-batches of a step.
         repeats: Measured steps of each kind.
         interval: The schedule of steps 2 to 1 + interval is what kinds are weighed by.
-        interface: Whose counters are read, or ``None``.
+        interface: Whose counters are read; ``None`` counts what the worker's own sockets send.
         out: Folder of the results.
     """
 
@@ -64,10 +64,20 @@ class Spec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of step: one of its number, how often it occurs in an interval, and what torch saw of its all-reduces."""
+
+    number: int
+    count: int
+    payload: int
+    collectives: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepTimes:
     """One step of one worker, in seconds and bytes: ``communication`` is what it waited for, beyond its own work."""
 
-    kind: str
+    number: int
     step: float
     compute: float
     communication: float
@@ -82,16 +92,23 @@ class Ours:
         self.communicator = Communicator(**config["comm"])
         self.model = build_model(config, "cpu")
         self.optimizer = build_optimizer(config, self.model, self.communicator)
-        self._spec = spec
+        self._interval = spec.interval
 
-    def kinds(self) -> Counter[tuple[Hashable, int]]:
-        """How often each kind of step occurs from step 2 on, with a step of that kind."""
-        first: dict[Hashable, int] = {}
-        kinds: Counter[tuple[Hashable, int]] = Counter()
-        for step in range(2, 2 + self._spec.interval):
-            kind = self.optimizer.step_kind(step)
-            kinds[kind, first.setdefault(kind, step)] += 1
-        return kinds
+    def prepare(self, tokens: Tensor) -> tuple[int, list[Kind]]:
+        """Make the first step and one of every kind of those of an interval from step 2 on; payload of the first."""
+        first = self.step(1, tokens)
+        numbers: dict[Hashable, int] = {}
+        steps = range(2, 2 + self._interval)
+        counts = Counter(numbers.setdefault(self.optimizer.step_kind(step), step) for step in steps)
+        kinds = []
+        for number, count in counts.items():
+            with CollectiveOracle() as oracle:
+                times = self.step(number, tokens)
+            if times.payload != oracle.total:
+                raise RuntimeError(f"step {number}: the ledger has {times.payload} bytes, torch {oracle.total}")
+            calls = oracle.calls.total()
+            kinds.append(Kind(number=number, count=count, payload=times.payload, collectives=calls))
+        return first.payload, kinds
 
     def step(self, number: int, tokens: Tensor) -> StepTimes:
         start = time.perf_counter()
@@ -105,7 +122,7 @@ class Ours:
         self.optimizer.step()
         end, late = time.perf_counter(), self.communicator.lap().seconds
         return StepTimes(
-            kind=str(self.optimizer.step_kind(number)),
+            number=number,
             step=end - start,
             compute=middle - start - early,
             communication=early + late,
@@ -127,6 +144,8 @@ class Peer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self._compute = 0.0
         self._payload = 0
+        self._interval = spec.interval
+        self._has_hook = spec.peer != "none"
         if spec.peer == "bf16":
             # torch reads annotations of a hook, which are text here.
             self.model.register_comm_hook(None, lambda state, bucket: bf16_hook(bucket))
@@ -138,16 +157,12 @@ class Peer:
             )
             self.model.register_comm_hook(state, powersgd.powerSGD_hook)
 
-    def kinds(self) -> Counter[tuple[Hashable, int]]:
-        return Counter({("every", 2): 1})
-
-    def prepare(self, tokens: Tensor) -> None:
-        """Measure backward without communication, and count the payload, once the hook has settled."""
+    def prepare(self, tokens: Tensor) -> tuple[int, list[Kind]]:
+        """Let the hook settle, count what a step sends, and measure backward without communication."""
+        first, _ = self._counted(tokens)
         for _ in range(3):
             self._step(tokens)
-        with CollectiveOracle() as oracle:
-            self._step(tokens)
-        self._payload = oracle.total
+        self._payload, calls = self._counted(tokens)
         times = []
         for _ in range(3):
             start = time.perf_counter()
@@ -157,19 +172,28 @@ class Peer:
             times.append(time.perf_counter() - start)
             self.optimizer.zero_grad(set_to_none=True)
         self._compute = statistics.median(times)
+        return first, [Kind(number=2, count=self._interval, payload=self._payload, collectives=calls)]
 
     def step(self, number: int, tokens: Tensor) -> StepTimes:
-        if not self._payload:
-            self.prepare(tokens)
         start, middle, end = self._step(tokens)
         return StepTimes(
-            kind="every",
+            number=number,
             step=end - start,
             compute=min(self._compute, middle - start),
             communication=max(0.0, middle - start - self._compute),
             optimizer=end - middle,
             payload=self._payload,
         )
+
+    def _counted(self, tokens: Tensor) -> tuple[int, int]:
+        """Bytes and number of a step's all-reduces: DDP's own by torch's dispatcher, a hook's where it calls them."""
+        if self._has_hook:
+            with counted_calls() as calls:
+                self._step(tokens)
+            return sum(calls), len(calls)
+        with CollectiveOracle() as oracle:
+            self._step(tokens)
+        return oracle.total, oracle.calls.total()
 
     def _step(self, tokens: Tensor) -> tuple[float, float, float]:
         start = time.perf_counter()
@@ -180,6 +204,23 @@ class Peer:
         middle = time.perf_counter()
         self.optimizer.step()
         return start, middle, time.perf_counter()
+
+
+@contextmanager
+def counted_calls() -> Iterator[list[int]]:
+    """The bytes of each all-reduce meanwhile; of those, too, that futures make, in threads that no oracle sees."""
+    calls: list[int] = []
+    real = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
+        calls.append(tensor.numel() * tensor.itemsize)
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = real
 
 
 def bf16_hook(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -208,34 +249,34 @@ def measure(spec: Spec) -> dict[str, Any]:
     shape = (spec.passes, spec.rows, spec.length)
     tokens = torch.randint(config["model"]["vocab_size"], shape, generator=generator)
     goodput = measure_goodput()
-    first = contestant.step(1, tokens)
-    kinds = contestant.kinds()
-    for _, number in kinds:
-        contestant.step(number, tokens)  # buffers are made
+    first, kinds = contestant.prepare(tokens)
     steps = []
     with counted_wire(spec.interface) as wire:
-        for _, number in kinds:
-            steps += [contestant.step(number, tokens) for _ in range(spec.repeats)]
+        for kind in kinds:
+            steps += [contestant.step(kind.number, tokens) for _ in range(spec.repeats)]
     return {
         "goodput": goodput,
-        "first": asdict(first),
-        "weights": {str(kind): count for (kind, _), count in kinds.items()},
+        "first": first,
+        "kinds": [asdict(kind) for kind in kinds],
         "steps": [asdict(step) for step in steps],
-        "wire": wire.get("bytes"),
+        "wire": wire["bytes"],
     }
 
 
 @contextmanager
 def counted_wire(interface: str | None) -> Iterator[dict[str, int]]:
-    """The bytes that this host's interface sends meanwhile, all workers being here at both ends."""
+    """The bytes that this worker sends meanwhile: its host's interface, or the TCP sockets of its own process."""
     counted: dict[str, int] = {}
-    read: Callable[[], int] = (lambda: interface_counters(interface).tx_bytes) if interface else (lambda: 0)
+
+    def read() -> int:
+        own = os.getpid()
+        return socket_bytes([own])[own] if interface is None else interface_counters(interface).tx_bytes
+
     dist.barrier()
     before = read()
     yield counted
     dist.barrier()
-    if interface:
-        counted["bytes"] = read() - before
+    counted["bytes"] = read() - before
 
 
 def measure_goodput() -> float:

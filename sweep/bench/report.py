@@ -1,0 +1,154 @@
+"""The table and the figure of a bench: every cell beside its lower bound and beside torch's DDP with AdamW.
+
+No step can be shorter than its work, and none shorter than its bytes take:
+
+    bound = max(work, payload * 2 (N - 1) / N / goodput)
+
+work is the computing and optimizing of all N workers on an unlimited link (they share this machine's cores), goodput
+what a large all-reduce reached in the run that the cell is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sweep.bench.cells import Row
+from sweep.report import fill
+from sweep.style import Drawn, add_legend, legend_rows, new_figure, save
+from sweep.tables import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BASELINE = "ddp_adamw"
+HALF = "ddp_bf16"
+FIGURE = "bench"
+PARTS = {"compute_s": "forward, backward", "optimizer_s": "optimizer", "communication_s": "communication (waited for)"}
+COLOURS = ("#56B4E9", "#E69F00", "#999999")
+BAR_PANELS = 0.11  # of a panel's height, for a bar
+NOTE = (
+    "Seconds and bytes of a step, medians weighed by a method's schedule over {interval} steps, the first left out. "
+    "Payload: what a worker hands over. Wire: bytes of the {judge} over payload × 2(N−1)/N. "
+    "Bound: the larger of work (forward, backward, optimizer on an unlimited link) and payload × 2(N−1)/N ÷ goodput. "
+    f"The last columns are {BASELINE}'s figure over the method's, and with ddp_bf16 in its place."
+)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A cell with what it is compared with; None where that was not measured."""
+
+    row: Row
+    bound: float | None
+    baseline: Row | None
+    half: Row | None
+
+
+def judge(rows: Sequence[Row]) -> list[Judged]:
+    """Every row with its lower bound and its peers."""
+    cells = {(row.method, row.workers, row.rate_mbit): row for row in rows}
+    return [
+        Judged(
+            row,
+            _bound(row, cells.get((row.method, row.workers, None))),
+            cells.get((BASELINE, row.workers, row.rate_mbit)),
+            cells.get((HALF, row.workers, row.rate_mbit)),
+        )
+        for row in rows
+    ]
+
+
+def _bound(row: Row, unlimited: Row | None) -> float | None:
+    if unlimited is None:
+        return None
+    wire = row.payload * 2 * (row.workers - 1) / row.workers * 8
+    return max(unlimited.compute_s + unlimited.optimizer_s, wire / (row.goodput_mbit * 1e6))
+
+
+def table(rows: Sequence[Row], *, title: str, interval: int, judge_name: str) -> Table:
+    """One row a cell, by workers, rate and the order of methods."""
+    columns = (
+        *("workers", "Mbit/s", "goodput", "method", "step (s)", "compute", "optimizer", "communication"),
+        *("payload (MB)", "wire", "bound (s)", "step ÷ bound"),
+        *("payload ×", "communication ×", "step ×", "payload × bf16", "communication × bf16"),
+    )
+    lines = []
+    for judged in judge(rows):
+        row = judged.row
+        lines.append(
+            (
+                str(row.workers),
+                "none" if row.rate_mbit is None else f"{row.rate_mbit:g}",
+                f"{row.goodput_mbit:.0f}",
+                row.method,
+                f"{row.step_s:.3f}",
+                f"{row.compute_s:.3f}",
+                f"{row.optimizer_s:.3f}",
+                f"{row.communication_s:.3f}",
+                f"{row.payload / 1e6:.3f}",
+                "-" if row.wire_ratio is None else f"{row.wire_ratio:.4f}",
+                "-" if judged.bound is None else f"{judged.bound:.3f}",
+                "-" if not judged.bound else f"{row.step_s / judged.bound:.3f}",
+                *(_ratio(judged.baseline, row, key) for key in ("payload", "communication_s", "step_s")),
+                *(_ratio(judged.half, row, key) for key in ("payload", "communication_s")),
+            )
+        )
+    return Table(title, columns, tuple(lines), (NOTE.format(interval=interval, judge=judge_name),))
+
+
+def _ratio(of: Row | None, row: Row, key: str) -> str:
+    below = getattr(row, key)
+    return "-" if of is None or not below else f"{getattr(of, key) / below:.2f}"
+
+
+def draw(rows: Sequence[Row], out: Path) -> Drawn:
+    """Bars of a step's parts, a panel a limited link, with the lower bound of each as a mark."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    judged = judge(rows)
+    limited = [one for one in judged if one.row.rate_mbit is not None] or judged
+    panels = sorted({(one.row.workers, one.row.rate_mbit or 0.0) for one in limited})
+    most = max(sum((one.row.workers, one.row.rate_mbit or 0.0) == panel for one in limited) for panel in panels)
+    patches = [Patch(color=colour, label=label) for label, colour in zip(PARTS.values(), COLOURS, strict=True)]
+    bound = Line2D([], [], color="black", marker="|", ls="", label="lower bound")
+    handles = [*patches, bound]
+    figure = new_figure(
+        panels=len(panels) * max(1, round(most * BAR_PANELS)), rows=legend_rows([str(h.get_label()) for h in handles])
+    )
+    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axis, (workers, rate) in zip(axes, panels, strict=True):
+        _bars(axis, [one for one in limited if (one.row.workers, one.row.rate_mbit or 0.0) == (workers, rate)])
+        axis.set_title(f"{workers} workers, {f'{rate:g} Mbit/s' if rate else 'unlimited link'}")
+    axes[-1].set_xlabel("seconds a step")
+    add_legend(figure, handles)
+    return save(figure, out, FIGURE, "Step time by its parts, and its lower bound, for every method, workers and link.")
+
+
+def _bars(axis: Axes, cells: Sequence[Judged]) -> None:
+    names = [cell.row.method for cell in cells]
+    left = [0.0] * len(cells)
+    for key, colour in zip(PARTS, COLOURS, strict=True):
+        widths = [getattr(cell.row, key) for cell in cells]
+        axis.barh(names, widths, left=left, color=colour, height=0.7)
+        left = [before + width for before, width in zip(left, widths, strict=True)]
+    for index, cell in enumerate(cells):
+        if cell.bound is not None:
+            axis.plot([cell.bound], [index], color="black", marker="|", ms=8, ls="")
+    axis.invert_yaxis()
+
+
+def write(
+    rows: Sequence[Row], out: Path, *, title: str, interval: int, judge_name: str, readme: tuple[str, str] | None
+) -> str:
+    """Write bench.md and the figure into ``out``, and the table into ``readme`` (file, name); the table's text."""
+    text = table(rows, title=title, interval=interval, judge_name=judge_name).markdown()
+    filled = fill(Path(readme[0]), readme[1], text) if readme else ""
+    (out / "bench.md").write_text(text, encoding="utf-8")
+    draw(rows, out)
+    if readme:
+        Path(readme[0]).write_text(filled, encoding="utf-8")
+    return text
