@@ -10,21 +10,23 @@ At the end come `bench.md`, the table, and a figure. The time to a stated loss i
 from __future__ import annotations
 
 import argparse
-import csv
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sweep.bench.cells import CONTESTANTS, Contestant, Loopback, Row, Work, run_cell
 from sweep.bench.network import HostFailed, Link, Network, NetworkUnavailable, why_not
 from sweep.bench.report import write
+from sweep.bench.rows import read_rows, write_rows
 from sweep.cells import compose
 
 RESULTS = "bench.csv"
+WORK = "work.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--workers", default="2,4", help="hosts, as in 2,4")
     add("--rates", default="none,1000,100", help="Mbit/s of every link, as in none,1000,100")
     add("--methods", default=",".join(CONTESTANTS), help="contestants, as in adamw,tsr")
-    add("--model", default="llama_60m", help="model and ranks, of experiment=table3")
+    add("--experiment", default="table3", help="whose ranks and intervals are taken")
+    add("--model", default="llama_60m", help="a model of the experiment")
     add("--rows", type=int, default=1, help="rows of a worker's micro-batch")
     add("--length", type=int, default=64, help="tokens of a row")
     add("--passes", type=int, default=1, help="micro-batches of a step")
@@ -61,10 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"skipped: {reason}; --loopback needs neither root nor ip", file=sys.stderr)
             return 1
         options.out.mkdir(parents=True, exist_ok=True)
+        _keep(plan.work, options.out / WORK)
         results = options.out / RESULTS
         _measure(plan, results, options.out / "cells")
         order = {name: index for index, name in enumerate(CONTESTANTS)}
-        rows = sorted(_read(results), key=lambda row: (row.workers, -(row.rate_mbit or 1e9), order[row.method]))
+        rows = sorted(
+            read_rows(results, Row), key=lambda row: (row.workers, -(row.rate_mbit or 1e9), order[row.method])
+        )
         judge = "workers' own TCP sockets" if plan.loopback else "hosts' interfaces"
         title = f"{options.model}, {plan.work.rows} × {plan.work.length} tokens × {plan.work.passes} a worker and step"
         write(rows, options.out, title=title, interval=plan.work.interval, judge_name=judge, readme=options.readme)
@@ -85,7 +91,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     if options.loopback and rates != [None]:
         raise ValueError(f"--loopback limits no rate: --rates must be none, got {options.rates}")
     work = Work(
-        overrides=("experiment=table3", f"model={options.model}", "model.dtype=fp32", *options.set),
+        overrides=(f"experiment={options.experiment}", f"model={options.model}", "model.dtype=fp32", *options.set),
         rows=options.rows,
         length=options.length,
         passes=options.passes,
@@ -94,6 +100,14 @@ def _plan(options: argparse.Namespace) -> Plan:
     for contestant in contestants:
         compose(*work.overrides, *contestant.overrides)
     return Plan(workers=workers, rates=rates, contestants=contestants, work=work, loopback=options.loopback)
+
+
+def _keep(work: Work, path: Path) -> None:
+    """Write what a step is, or see that it is the same as in the cells that are there."""
+    text = json.dumps(asdict(work), indent=2) + "\n"
+    if path.is_file() and path.read_text(encoding="utf-8") != text:
+        raise ValueError(f"--out: {path} is of a bench with another step; give another folder, or remove it")
+    path.write_text(text, encoding="utf-8")
 
 
 def _listed(key: str, text: str, read: Callable[[str], Any]) -> list[Any]:
@@ -125,7 +139,7 @@ def _contestant(text: str) -> Contestant:
 
 
 def _measure(plan: Plan, results: Path, cells: Path) -> None:
-    done = {(row.method, row.workers, row.rate_mbit) for row in _read(results)}
+    done = {(row.method, row.workers, row.rate_mbit) for row in read_rows(results, Row)}
     for workers in plan.workers:
         with _place(workers, loopback=plan.loopback) as place:
             for rate in dict.fromkeys([None, *plan.rates]):
@@ -137,7 +151,7 @@ def _measure(plan: Plan, results: Path, cells: Path) -> None:
                         print(f"{name}: measured before")
                         continue
                     row = run_cell(place, contestant, plan.work, cells / name)
-                    _append(results, row)
+                    write_rows(results, [*read_rows(results, Row), row])
                     print(f"{name}: {row.step_s:.3f} s a step, {row.payload / 1e6:.3f} MB", flush=True)
 
 
@@ -148,35 +162,6 @@ def _place(workers: int, *, loopback: bool) -> Iterator[Network | Loopback]:
         return
     with Network(hosts=workers, link=Link(rate_mbit=None)) as network:
         yield network
-
-
-def _read(path: Path) -> list[Row]:
-    if not path.is_file():
-        return []
-    names = [field.name for field in fields(Row)]
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        if reader.fieldnames != names:
-            raise ValueError(f"{path} is no table of this bench; give another --out")
-        return [_row(line) for line in reader]
-
-
-def _row(line: dict[str, str]) -> Row:
-    """A row from its text, by the types that `Row` declares."""
-    read: dict[str, Callable[[str], Any]] = {
-        **{"str": str, "int": int, "float": float, "bool": lambda text: text == "True"},
-        "float | None": lambda text: float(text) if text else None,
-    }
-    return Row(**{field.name: read[str(field.type)](line[field.name]) for field in fields(Row)})
-
-
-def _append(path: Path, row: Row) -> None:
-    new = not path.is_file()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        if new:
-            writer.writeheader()
-        writer.writerow(asdict(row))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """`python -m sweep.bench.steps --out DIR`: what a step costs one process, beside torch's own AdamW and a plain loop.
 
 Everything of a model is timed turn by turn in one run and given as medians: forward and backward; every kind of step of
-each method, weighed over an interval; torch.optim.AdamW, fused and foreach; tokens a second of this project's loop and
-of a plain one with DDP; and the memory of gradients with and without accumulation in the core.
+each method, weighed over an interval; torch.optim.AdamW, fused and foreach; and tokens a second of this project's loop
+and of a plain one with DDP.
 """
 
 from __future__ import annotations
@@ -183,30 +183,6 @@ def one_worker() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def gradient_memory(*overrides: str, passes: int, length: int) -> dict[str, int]:
-    """The most bytes that gradients take together on an ordinary step, by what accumulates: gradients or cores.
-
-    Looked at whenever a gradient is complete: it, all that are kept, and the cores that stand for others.
-    """
-    peaks: dict[str, int] = {}
-    for name in ("dense", "core"):
-        config, model = model_of(*overrides, f"optimizer.accumulate={'core' if name == 'core' else 'null'}")
-        optimizer: LowRankAdam = build_optimizer(config, model, Communicator())
-        peaks[name] = 0
-
-        def arrives(gradient: Tensor, optimizer: LowRankAdam = optimizer, name: str = name) -> None:
-            kept = sum(held.nbytes for held in optimizer.local_gradients() if held is not None)
-            peaks[name] = max(peaks[name], kept + gradient.nbytes)
-
-        for parameter in model.parameters():
-            parameter.register_hook(arrives)
-        optimizer.updates = 1  # an ordinary step
-        optimizer.begin(passes)
-        for batch in torch.randint(config["model"]["vocab_size"], (passes, 1, length)):
-            loss_of(model, batch).backward()
-    return peaks
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m sweep.bench.steps", description=__doc__.splitlines()[0])
@@ -216,18 +192,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--tokens", type=int, default=4096, help="of forward and backward")
     add("--length", type=int, default=256, help="tokens of a row")
     add("--repeats", type=int, default=5)
-    add("--passes", type=int, default=8, help="micro-batches of the memory measurement")
     options = parser.parse_args(arguments)
     size = {"length": options.length, "repeats": options.repeats}
     result = time_steps(options.model, tokens=options.tokens, **size)
     result["tokens_per_s"] = time_loops(options.model, tokens=options.tokens, **size)
-    result["gradient_bytes"] = {
-        head: gradient_memory(
-            f"model={options.model}", "optimizer=tsr", f"rank.head={rank}", "refresh.embedding=100",
-            passes=options.passes, length=options.length,
-        )
-        for head, rank in (("low_rank_head", "64"), ("dense_head", "null"))
-    }  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=2)
     (options.out / f"steps-{options.model}.json").write_text(text + "\n", encoding="utf-8")
