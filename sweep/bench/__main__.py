@@ -24,6 +24,7 @@ from sweep.bench.network import HostFailed, Link, Network, NetworkUnavailable, w
 from sweep.bench.report import write
 from sweep.bench.rows import read_rows, write_rows
 from sweep.cells import compose
+from train import count
 
 RESULTS = "bench.csv"
 WORK = "work.json"
@@ -98,7 +99,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         repeats=options.repeats,
     )
     for contestant in contestants:
-        compose(*work.overrides, *contestant.overrides)
+        count(compose(*work.overrides, *contestant.overrides, "dry_run=true", "world_size=2"))
     return Plan(workers=workers, rates=rates, contestants=contestants, work=work, loopback=options.loopback)
 
 

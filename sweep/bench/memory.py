@@ -1,8 +1,9 @@
 """`python -m sweep.bench.memory --out DIR`: memory of gradients, by what accumulates, and of a real step.
 
 Gradients: the most bytes alive together while the micro-batches of an ordinary step go by, with and without
-accumulation in the core. With `--step`, one real step of the model in bf16 (its first, in which every basis is made) runs in a process of its own, with activation
-checkpointing, and its peak of resident memory stands beside what AdamW's weights, gradients and state would take.
+accumulation in the core. With `--step`, one real step of the model in bf16 (its first, in which every basis is made)
+runs in a process of its own, with activation checkpointing, and its peak of resident memory stands beside what
+AdamW's weights, gradients and state would take.
 """
 
 from __future__ import annotations
