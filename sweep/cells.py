@@ -164,7 +164,7 @@ def compose(*overrides: str) -> dict[str, Any]:
         with hydra.initialize_config_dir(str(Path(train.__file__).with_name("conf")), version_base="1.3"):
             return plain(hydra.compose("config", list(overrides)))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(f"{' '.join(overrides)}: {error}") from error
+        raise ValueError(f"{' '.join(overrides)}: {' '.join(str(error).split())}") from error
 
 
 def counter(*, world_size: int = 8, overrides: Sequence[str] = ()) -> Count:

@@ -1,0 +1,221 @@
+"""The bench: what a cell's row says, its bound and peers, its command, and cells that really run on loopback."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sweep.bench.__main__ import RESULTS, main
+from sweep.bench.cells import Row, summarise
+from sweep.bench.loss import main as loss_main
+from sweep.bench.loss import reached
+from sweep.bench.report import draw, judge, table
+from sweep.bench.rows import read_rows, write_rows
+
+ROOT = Path(__file__).parents[1]
+ROW = Row(
+    method="tsr",
+    workers=4,
+    rate_mbit=100.0,
+    tokens=64,
+    step_s=3.0,
+    compute_s=0.5,
+    communication_s=2.0,
+    optimizer_s=0.5,
+    payload=20e6,
+    peak_payload=40_000_000,
+    first_payload=60_000_000,
+    collectives=1.5,
+    overlapped=True,
+    wire_ratio=1.005,
+    goodput_mbit=96.0,
+    dropped=0,
+    cores=2,
+)
+
+
+def worker(*, slow: float, kinds: list[dict[str, int]], wire: int) -> dict[str, Any]:
+    """What a worker writes: three steps of each kind, of which it takes `slow` times 1, 2 and 9 s times the number."""
+    steps = [
+        {
+            "number": kind["number"],
+            "step": slow * kind["number"] * seconds,
+            "compute": slow * kind["number"] * seconds / 2,
+            "communication": slow * kind["number"] * seconds / 4,
+            "optimizer": slow * kind["number"] * seconds / 4,
+            "payload": kind["payload"],
+        }
+        for kind in kinds
+        for seconds in (1.0, 2.0, 9.0)
+    ]
+    return {"goodput": 1e6 / slow, "first": 700, "kinds": kinds, "steps": steps, "wire": wire}
+
+
+def test_a_row_weighs_medians_of_the_slowest_worker_by_the_schedule() -> None:
+    kinds = [
+        {"number": 2, "count": 99, "payload": 100, "collectives": 1},
+        {"number": 5, "count": 1, "payload": 1100, "collectives": 3},
+    ]
+    # Three steps of either kind send 3600 bytes, a ring of four 2 * 3 / 4 of each.
+    results = [
+        worker(slow=slow, kinds=kinds, wire=wire) for slow, wire in ((1.0, 5400), (2.0, 5454), (1.5, 5400), (1.0, 5400))
+    ]
+    row = summarise(results, method="tsr", rate_mbit=10.0, tokens=64, overlapped=True, dropped=3)
+    assert row.step_s == pytest.approx(2 * 2 * (2 * 99 + 5) / 100)
+    assert row.compute_s == pytest.approx(row.step_s / 2)
+    assert row.optimizer_s == row.communication_s == pytest.approx(row.step_s / 4)
+    assert row.payload == pytest.approx((99 * 100 + 1100) / 100)
+    assert row.collectives == pytest.approx(1.02)
+    assert (row.peak_payload, row.first_payload, row.workers, row.dropped) == (1100, 700, 4, 3)
+    assert row.wire_ratio == pytest.approx((5400 * 3 + 5454) / 4 / 5400)
+    assert row.goodput_mbit == pytest.approx(4.0)
+
+
+def test_the_bound_is_work_on_an_unlimited_link_or_the_wire() -> None:
+    unlimited = replace(ROW, rate_mbit=None, compute_s=0.25, optimizer_s=0.5, goodput_mbit=4000.0)
+    wire = 20e6 * 2 * 3 / 4 * 8 / 96e6
+    assert judge([ROW, unlimited])[0].bound == pytest.approx(wire)
+    assert judge([ROW, replace(unlimited, compute_s=7.0)])[0].bound == pytest.approx(7.5)
+    assert judge([ROW])[0].bound is None
+    assert judge([ROW, replace(unlimited, workers=2)])[0].bound is None
+
+
+def test_the_table_compares_with_ddp_of_the_same_network() -> None:
+    baseline = replace(ROW, method="ddp_adamw", step_s=30.0, communication_s=29.0, payload=232e6)
+    elsewhere = replace(baseline, rate_mbit=1000.0, step_s=1.0)
+    shown = table([ROW, baseline, elsewhere], title="t", interval=100, judge_name="hosts")
+    cells = dict(zip(shown.columns, (cell.text for cell in shown.cells[0]), strict=True))
+    assert (cells["payload ×"], cells["communication ×"], cells["step ×"]) == ("11.60", "14.50", "10.00")
+    assert cells["payload × bf16"] == cells["bound (s)"] == "-"
+    assert "over 100 steps" in shown.notes[0]
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    rows = [ROW, replace(ROW, method="adamw", rate_mbit=None, wire_ratio=None, overlapped=False, step_s=0.1 + 0.2)]
+    write_rows(tmp_path / RESULTS, rows)
+    assert read_rows(tmp_path / RESULTS, Row) == rows
+    assert read_rows(tmp_path / "none.csv", Row) == []
+    text = (tmp_path / RESULTS).read_text()
+    (tmp_path / RESULTS).write_text(text.replace(",True,", ",yes,"))
+    with pytest.raises(ValueError, match=r"line 2: .*yes"):
+        read_rows(tmp_path / RESULTS, Row)
+    (tmp_path / RESULTS).write_text(text.replace("cores", "kernels"))
+    with pytest.raises(ValueError, match="no column cores"):
+        read_rows(tmp_path / RESULTS, Row)
+
+
+def test_the_figure_marks_every_cell_of_limited_links(tmp_path: Path) -> None:
+    rows = [
+        replace(ROW, method=name, rate_mbit=rate) for name in ("tsr", "ddp_adamw") for rate in (None, 100.0, 1000.0)
+    ]
+    drawn = draw(rows, tmp_path)
+    assert drawn.png.is_file()
+    assert drawn.pdf.is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--methods", "tsr,adam"], "--methods: each must be one of adamw, .*, got 'adam'"),
+        (["--workers", "1"], "--workers: each must be a whole number from 2, got '1'"),
+        (["--rates", "none,fast"], "--rates: each must be none or Mbit/s between .*, got 'fast'"),
+        (["--rates", "0"], "--rates: .*, got '0'"),
+        (["--repeats", "0"], "--repeats must be a whole number from 1, got 0"),
+        (["--loopback", "--rates", "100"], "--loopback limits no rate: --rates must be none, got 100"),
+        (["--model", "gpt"], "model=gpt .*llama_60m"),
+        (["--set", "rank.linear=100000"], "rank.linear=100000 is too large"),
+        (["--set", "comm.speed=1"], "comm.speed"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_written(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["--out", str(out), *arguments]) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert "\n" not in error
+    assert re.search(said, error), error
+    assert not out.exists()
+
+
+def test_without_root_there_is_a_reason_and_a_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    small = ["--experiment", "proxy", "--model", "llama_9m", "--methods", "adamw"]
+    assert main(["--out", str(tmp_path / "out"), *small]) == 1
+    assert "needs root" in (error := capsys.readouterr().err)
+    assert "--loopback" in error
+    assert loss_main(["--out", str(tmp_path / "out"), "--target", "6"]) == 1
+    assert "needs root" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def loopback(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bench without root: ours, whose message is small, and torch's peers."""
+    if shutil.which("ss") is None:
+        pytest.skip("ss, which counts the bytes of TCP sockets, is not installed")
+    out = tmp_path_factory.mktemp("bench")
+    command = [
+        sys.executable,
+        "-m",
+        "sweep.bench",
+        "--out",
+        str(out),
+        "--loopback",
+        "--workers",
+        "2",
+        "--rates",
+        "none",
+    ]
+    small = ["--experiment", "proxy", "--model", "llama_9m", "--repeats", "10", "--length", "16"]
+    methods = ["--methods", "tsr_bf16,ddp_adamw,ddp_bf16,ddp_powersgd"]
+    subprocess.run([*command, *small, *methods], cwd=ROOT, check=True, timeout=300)
+    return out
+
+
+def test_the_sockets_carried_what_the_ledger_says(loopback: Path) -> None:
+    rows = {row.method: row for row in read_rows(loopback / RESULTS, Row)}
+    assert set(rows) == {"tsr_bf16", "ddp_adamw", "ddp_bf16", "ddp_powersgd"}
+    for row in rows.values():
+        assert row.wire_ratio == pytest.approx(1.0, abs=0.03), row.method
+        assert row.step_s > row.compute_s > 0
+    assert rows["ddp_adamw"].payload == 2 * rows["ddp_bf16"].payload
+    assert rows["ddp_powersgd"].first_payload == rows["ddp_adamw"].payload > 5 * rows["ddp_powersgd"].payload
+    assert rows["ddp_adamw"].payload > 20 * rows["tsr_bf16"].payload
+    assert "tsr_bf16" in (loopback / "bench.md").read_text()
+
+
+def test_a_bench_goes_on_where_it_was_and_mixes_no_steps(loopback: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--experiment", "proxy", "--model", "llama_9m", "--repeats", "10", "--length", "16"]
+    again = ["--out", str(loopback), "--loopback", "--workers", "2", "--rates", "none", "--methods", "tsr_bf16"]
+    before = (loopback / RESULTS).read_text()
+    assert main([*again, *small]) == 0
+    assert "measured before" in capsys.readouterr().out
+    assert (loopback / RESULTS).read_text() == before
+    assert main([*again, *small[:-1], "32"]) == 1
+    assert "another step" in capsys.readouterr().err
+
+
+def test_the_time_to_a_loss_is_that_of_the_steps_before_it() -> None:
+    rows = [
+        {
+            "step": step,
+            "time/step_s": float(step),
+            "comm/total_bytes": 10 * step,
+            **({"eval/loss": loss} if loss else {}),
+        }
+        for step, loss in enumerate((None, 7.0, None, 6.0, 6.5, 5.0), start=1)
+    ]
+    assert reached(rows, 6.0) == (4, 1.0 + 2 + 3 + 4, 40)
+    assert reached(rows, 7.0) == (2, 3.0, 20)
+    assert reached(rows, 4.9) is None
