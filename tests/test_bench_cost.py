@@ -67,8 +67,10 @@ SENT = {
     "ddp_adamw": Messages(payload=232e6, collectives=6, overlapped=True),
     "ddp_powersgd": Messages(payload=3e6, collectives=3, overlapped=False),
 }
-SMALL = ("model.num_layers=2", "model.hidden_size=128", "model.intermediate_size=352", "model.num_heads=4")
-SMALL += ("model.vocab_size=500", "rank.linear=16", "rank.embedding=8")
+SMALL = (
+    *("model.num_layers=2", "model.hidden_size=128", "model.intermediate_size=352", "model.num_heads=4"),
+    *("model.vocab_size=500", "rank.linear=16", "rank.embedding=8"),
+)
 
 
 def make_cells(
@@ -129,7 +131,7 @@ def write_cells(path: Path, cells: Sequence[Measured], **changes: str) -> Path:
 
 def values_of(model: CostModel) -> dict[str, float]:
     values = {name: value for name, value in vars(model).items() if isinstance(value, float)}
-    return values | {f"optimizer {name}": seconds for name, seconds in model.optimizer_s.items()} | model.hook_s
+    return {**values, **{f"optimizer {name}": seconds for name, seconds in model.optimizer_s.items()}, **model.hook_s}
 
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
@@ -226,7 +228,7 @@ def test_a_held_out_cell_is_unseen() -> None:
 )
 def test_chosen_cells_are_held_out(chosen: dict[str, str], count: int | None) -> None:
     if count is None:
-        with pytest.raises(ValueError, match=r"2 workers, unlimited held out: .*links with and without a limit"):
+        with pytest.raises(ValueError, match=r"2 workers, unlimited held out: .*links without a limit and with one"):
             hold_out(make_cells(), chosen)
         return
     held = hold_out(make_cells(rates=(None, 1000.0, 300.0)), chosen)
@@ -251,13 +253,13 @@ def test_crossover_is_where_the_bytes_saved_take_as_long_as_the_work_added() -> 
         bits = 8 * (232e6 - 86e6) * 2 * (workers - 1) / workers
         assert crossover(found, "tsr", place) == pytest.approx(bits / 0.95 / (0.12 - 0.04) / 1e6, rel=1e-6)
     assert crossover(found, "adamw", place) == NEVER
-    cheap = replace(found, model=replace(bare, optimizer_s=bare.optimizer_s | {"tsr": 0.04}))
+    cheap = replace(found, model=replace(bare, optimizer_s={**bare.optimizer_s, "tsr": 0.04}))
     assert crossover(cheap, "tsr", place) == ALWAYS
 
 
 def test_crossover_is_the_lowest_of_several() -> None:
     """A method that also wins where DDP has nothing to hide pays below the first bandwidth at which it does not."""
-    model = replace(MODEL, latency_s=0.0, transfer_s=0.0, packing_s=0.0, optimizer_s=MODEL.optimizer_s | {"tsr": 0.02})
+    model = replace(MODEL, latency_s=0.0, transfer_s=0.0, packing_s=0.0, optimizer_s={**MODEL.optimizer_s, "tsr": 0.02})
     found = Forecast(model=model, messages=SENT)
     place = Place(workers=4, rate_mbit=None)
     assert found.speedup("tsr", replace(place, rate_mbit=1e5)) > 1
@@ -368,7 +370,7 @@ def lines_of(figure: Figure) -> list[dict[str, tuple[list[float], list[float]]]]
 
 
 def test_figure_has_a_line_a_method_and_marks_crossovers() -> None:
-    model = replace(MODEL, optimizer_s=MODEL.optimizer_s | {"tsr": 0.9})
+    model = replace(MODEL, optimizer_s={**MODEL.optimizer_s, "tsr": 0.9})
     found = Forecast(model=model, messages={name: SENT[name] for name in ("adamw", "tsr", REFERENCE)})
     places = [Place(workers=size, rate_mbit=None) for size in (8, 64)]
     crossings = {
@@ -491,6 +493,14 @@ def test_files_without_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "with 2 workers, unlimited held out: 5 cells are too few to fit on" in error_of(few)
     one = write_cells(tmp_path / "one.csv", make_cells(workers=(2,), rates=(100.0,)))
     assert "no cells are left to fit on" in error_of(one)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = write_cells(tmp_path / "bench.csv", make_cells())
+    options = ["--methods", "adamw", "--set", *SMALL]
+    assert main([str(bench), "--out", str(bench / "out"), *options]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "bench.csv" in error
 
 
 def test_cells_are_read_as_they_were_measured(tmp_path: Path) -> None:

@@ -293,8 +293,8 @@ def _least_squares(design: np.ndarray, target: Sequence[float], scale: Sequence[
     if not size.all() or np.linalg.matrix_rank(rows / size, tol=1e-6) < rows.shape[1]:
         raise ValueError(
             f"{len(target)} cells are too few to fit on: latency, efficiency, transfer and packing need methods of "
-            "different payloads, links with and without a limit, and two numbers of workers or two limits; see "
-            "--methods, --rates and --workers of the bench"
+            "different payloads, links without a limit and with one that binds, and two limits or numbers of workers "
+            "(--methods, --rates and --workers of the bench)"
         )
     values, _ = nnls(rows / size, np.array(target) * scale)
     return [float(value) for value in values / size]
@@ -375,9 +375,9 @@ def read_cells(path: Path) -> list[Measured]:
     if not rows:
         raise ValueError(f"{path}: no cells, only the names of columns")
     cells = [_read_cell(row, f"{path}, row {number}") for number, row in enumerate(rows, 2)]
-    for name, values in (("tokens", {cell.tokens for cell in cells}), ("cores", {cell.place.cores for cell in cells})):
-        if len(values) > 1:
-            raise ValueError(f"{path}: {name} must be the same in all cells, got {', '.join(map(str, sorted(values)))}")
+    for name, values in (("tokens", [cell.tokens for cell in cells]), ("cores", [cell.place.cores for cell in cells])):
+        if len(different := dict.fromkeys(values)) > 1:
+            raise ValueError(f"{path}: {name} must be the same in all cells, got {', '.join(map(str, different))}")
     return cells
 
 
@@ -775,47 +775,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = _parse_hold_out(options.hold_out) if options.hold_out else None
         held = hold_out(cells, chosen)
         measured = [name for name in CONTESTANTS if any(cell.method == name for cell in cells)]
-        methods = _parse_methods(options.methods) if options.methods else measured
-        workers = [int(number) for number in _positive(options.workers, "--workers", whole=True)]
+        latency_ms = _number(options.latency_ms, "--latency-ms", "the command")
+        workers = _positive(options.workers, "--workers", whole=True)
+        places = [Place(workers=int(size), rate_mbit=None, latency_ms=latency_ms) for size in workers]
         rates = _positive(options.rate, "--rate")
         found = forecast(
             cells,
-            methods,
+            _parse_methods(options.methods) if options.methods else measured,
             _job(options.model, *options.set),
             compute_s=_positive(options.compute_s, "--compute-s")[0] if options.compute_s else None,
             speed=_positive(options.speed, "--speed")[0],
         )
-        latency_ms = _number(options.latency_ms, "--latency-ms", "the command")
-    except ValueError as error:
+        rule = f"{_spell(chosen)} held out" if chosen else "all cells of its number of workers and rate are held out"
+        tables = parameters_table(fit(cells)), holdout_table(held, rule)
+        _report(found, places, rates, tables, options.out, of=options.model)
+        _write(options.out / "holdout.csv", _held_rows(held))
+    except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    places = [Place(workers=size, rate_mbit=None, latency_ms=latency_ms) for size in workers]
+    return 0
+
+
+def _report(
+    found: Forecast, places: Sequence[Place], rates: Sequence[float], tables: Sequence[Table], out: Path, *, of: str
+) -> None:
+    """Draw, write and print what is predicted, the ``tables`` first."""
     crossovers = {
         (method, place.workers): crossover(found, method, place)
         for place in places
         for method in found.messages
         if method != REFERENCE
     }
-    rows = _predictions(found, [replace(place, rate_mbit=rate) for place in places for rate in rates], of=options.model)
-    rule = f"{_spell(chosen)} held out" if chosen else "all cells of its number of workers and rate held out"
-    drawn = draw(found, places, crossovers, options.out, of=options.model)
-    tables = (
-        parameters_table(fit(cells)),
-        holdout_table(held, rule),
-        predictions_table(rows, NOTES),
-        crossovers_table(crossovers),
-    )
-    text = "\n".join(table.markdown() for table in tables)
-    (options.out / "cost.md").write_text(text, encoding="utf-8")
-    _write(options.out / "holdout.csv", _held_rows(held))
-    _write(options.out / "predictions.csv", rows)
+    drawn = draw(found, places, crossovers, out, of=of)
+    rows = _predictions(found, [replace(place, rate_mbit=rate) for place in places for rate in rates], of=of)
+    _write(out / "predictions.csv", rows)
     _write(
-        options.out / "crossovers.csv",
+        out / "crossovers.csv",
         [{"method": method, "workers": size, "bandwidth_mbit": point} for (method, size), point in crossovers.items()],
     )
+    text = "\n".join(
+        table.markdown() for table in (*tables, predictions_table(rows, NOTES), crossovers_table(crossovers))
+    )
+    (out / "cost.md").write_text(text, encoding="utf-8")
     print(text)
     print(f"{drawn.png}: {drawn.caption}")
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
