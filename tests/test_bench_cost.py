@@ -458,6 +458,10 @@ def test_an_absent_column_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     ("options", "text"),
     [
         (["--methods", "tsr,nope"], "--methods must be of adamw, galore, one_sided"),
+        (["--methods", "ddp_adamw"], "--methods must name one besides ddp_adamw"),
+        (["--compute-s", "1,2"], "--compute-s must be a positive number, as in 1.5, got '1,2'"),
+        (["--speed", "0"], "--speed must be a positive number"),
+        (["--latency-ms", "-1"], "--latency-ms must be a number of 0 or more, got '-1'"),
         (["--methods", "galore"], "galore was not measured"),
         (["--model", "llama_9m"], "--model must be one of llama_60m"),
         (["--workers", "8,x"], "--workers must be positive whole numbers, as in 10,100, got '8,x'"),

@@ -755,7 +755,7 @@ def predictions_table(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -
 def crossovers_table(crossovers: Mapping[tuple[str, int], float | str]) -> Table:
     """The bandwidth below which each method pays, by number of workers."""
     rows = tuple(
-        (method, str(workers), point if isinstance(point, str) else f"{point:.4g}")
+        (method, str(workers), point if isinstance(point, str) else f"{float(f'{point:.3g}'):g}")
         for (method, workers), point in crossovers.items()
     )
     low, high = BANDWIDTHS_MBIT
@@ -775,16 +775,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = _parse_hold_out(options.hold_out) if options.hold_out else None
         held = hold_out(cells, chosen)
         measured = [name for name in CONTESTANTS if any(cell.method == name for cell in cells)]
+        methods = _parse_methods(options.methods) if options.methods else measured
+        if set(methods) == {REFERENCE}:
+            raise ValueError(f"--methods must name one besides {REFERENCE}, which it is compared with")
         latency_ms = _number(options.latency_ms, "--latency-ms", "the command")
         workers = _positive(options.workers, "--workers", whole=True)
         places = [Place(workers=int(size), rate_mbit=None, latency_ms=latency_ms) for size in workers]
         rates = _positive(options.rate, "--rate")
         found = forecast(
             cells,
-            _parse_methods(options.methods) if options.methods else measured,
+            methods,
             _job(options.model, *options.set),
-            compute_s=_positive(options.compute_s, "--compute-s")[0] if options.compute_s else None,
-            speed=_positive(options.speed, "--speed")[0],
+            compute_s=_positive(options.compute_s, "--compute-s", single=True)[0] if options.compute_s else None,
+            speed=_positive(options.speed, "--speed", single=True)[0],
         )
         rule = f"{_spell(chosen)} held out" if chosen else "all cells of its number of workers and rate are held out"
         tables = parameters_table(fit(cells)), holdout_table(held, rule)
@@ -860,13 +863,14 @@ def _parse_methods(text: str) -> list[str]:
     return methods
 
 
-def _positive(text: str, name: str, *, whole: bool = False) -> list[float]:
+def _positive(text: str, name: str, *, whole: bool = False, single: bool = False) -> list[float]:
     try:
-        numbers = [float(int(part)) if whole else float(part) for part in text.split(",")]
+        numbers = [float(int(part)) if whole else float(part) for part in ([text] if single else text.split(","))]
     except ValueError:
         numbers = [math.nan]
     if not all(math.isfinite(number) and number > 0 for number in numbers):
-        raise ValueError(f"{name} must be positive {'whole ' if whole else ''}numbers, as in 10,100, got {text!r}")
+        wanted = "a positive number, as in 1.5" if single else f"positive {'whole ' * whole}numbers, as in 10,100"
+        raise ValueError(f"{name} must be {wanted}, got {text!r}")
     return numbers
 
 
