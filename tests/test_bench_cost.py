@@ -146,6 +146,8 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert times.communication == pytest.approx(on_the_link + around)
     assert times.step == pytest.approx(0.9 + on_the_link + around)
     assert MODEL.times("adamw", SENT["adamw"], fast).communication == pytest.approx(by_software + around)
+    faster_than_software = replace(fast, rate_mbit=8000.0)
+    assert MODEL.times("adamw", SENT["adamw"], faster_than_software) == MODEL.times("adamw", SENT["adamw"], fast)
     delayed = replace(fast, latency_ms=3.0)
     assert MODEL.times("adamw", SENT["adamw"], delayed).communication == pytest.approx(by_software + around + 6 * 3e-3)
     hook = MODEL.times("ddp_powersgd", SENT["ddp_powersgd"], fast).communication
@@ -303,9 +305,9 @@ class Layers(nn.Module):
         return self.layers(batch)
 
 
-@pytest.mark.parametrize("widths", [(32, 600, 900, 300, 7), (2048, 2048, 2048, 2048, 600, 10)])
+@pytest.mark.parametrize("widths", [(600, 600, 32, 32), (32, 600, 900, 300, 7), (2048, 2048, 2048, 2048, 600, 10)])
 def test_buckets_are_those_of_torch(widths: Sequence[int]) -> None:
-    """From the second step on, as DDP's order of buckets is settled by the first; 3 and 38 MB."""
+    """From the second step on, as DDP's order of buckets is settled by the first; 2, 3 and 38 MB."""
     model = Layers(*widths)
     with one_worker():
         wrapped = DistributedDataParallel(model)
