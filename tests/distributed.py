@@ -191,6 +191,11 @@ VARIANTS: dict[str, Callable[..., LowRankAdam]] = {
     "previous": partial(TSR, refresh={**INTERVALS, "start": "previous"}),
     "late_phase": partial(TSR, refresh={**INTERVALS, "phase": 0}),
     "one_sided_embedding": partial(OneSided, subspace={"embedding": "one_sided"}),
+    "one_pass": partial(TSR, refresh={**INTERVALS, "method": "one_pass"}),
+    "one_pass_previous": partial(TSR, refresh={**INTERVALS, "method": "one_pass", "start": "previous"}),
+    "one_pass_one_sided": partial(
+        OneSided, subspace={"embedding": "one_sided"}, refresh={**INTERVALS, "method": "one_pass"}
+    ),
     "low_rank_head": partial(TSR, rank={"linear": 4, "embedding": 3, "head": 5}, refresh={**INTERVALS, "head": 2}),
     "rotate": partial(TSR, moments="rotate"),
     "reset": partial(TSR, moments="reset"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.distributed import METHODS, Toy, make_toy
-from tsr import TSR, AdamW, Block, Communicator, OneSided, RefreshRule, RolePolicy, build, methods, plan_blocks
+from tsr import TSR, AdamW, Block, Communicator, GaLore, OneSided, RefreshRule, RolePolicy, build, methods, plan_blocks
 from tsr.blocks import assign_roles, describe, roles_by_module
 
 
@@ -100,7 +100,7 @@ def test_mistaken_roles_are_named(roles: dict[str, list[str]], message: str) -> 
         ({"rank": {"linears": 3}}, "rank.linears is unknown; rank takes linear, embedding, head, vector"),
         ({"rank": {"vector": 1}, "subspace": {"vector": "two_sided"}}, r"subspace.vector=two_sided .* shape \(12,\)"),
         ({"refresh": {"linear": 0}}, "refresh.linear must be a whole number of steps, at least 1, got 0"),
-        ({"refresh": {"method": "qr"}}, "refresh.method must be one of svd, sketch, local_sketch, got 'qr'"),
+        ({"refresh": {"method": "qr"}}, "refresh.method must be one of svd, sketch, local_sketch, one_pass, got 'qr'"),
         ({"refresh": {"oversampling": -1}}, "refresh.oversampling must be a whole number of at least 0 col"),
         ({"refresh": {"power_iterations": -1}}, "refresh.power_iterations must be a whole number of at least 0"),
         ({"refresh": {"start": "zero"}}, "refresh.start must be gaussian or previous, got 'zero'"),
@@ -133,6 +133,8 @@ def test_mistakes_of_one_sided_blocks_and_of_the_wire_are_named() -> None:
         ValueError, match=r"refresh.start=previous needs two-sided blocks, but tall.weight is one-sided"
     ):
         OneSided(make_toy(), rank={"linear": 4}, refresh={"start": "previous"})
+    with pytest.raises(ValueError, match=r"refresh.method=one_pass needs optimizer.reduce=projected: .* svd or sketch"):
+        GaLore(make_toy(), rank={"linear": 4}, refresh={"method": "one_pass"})
     with pytest.raises(ValueError, match=r"comm.dtype must be one of fp32, bf16, fp64, got 'fp8'"):
         Communicator(dtype="fp8")
     with pytest.raises(ValueError, match=r"comm.bucket_mib must be positive or null \(one buffer a round\), got 0"):

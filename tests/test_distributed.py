@@ -36,7 +36,7 @@ from tsr.accounting import step_elements
 WIRES: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"dtype": "bf16"}, "buckets": {"bucket_mib": 1 / 1024}}
 COMBINATIONS = [(variant, "fp32") for variant in VARIANTS]
 COMBINATIONS += [(method, wire) for method in ("galore", "tsr") for wire in ("bf16", "buckets")]
-INVARIANT = [*METHODS, "previous", "rotate", "reset"]
+INVARIANT = [*METHODS, "previous", "rotate", "reset", "one_pass", "one_pass_previous", "one_pass_one_sided"]
 STEPS = 5  # with intervals 2 and 3: every combination of refreshes
 
 Elements = dict[tuple[str, str], int]
@@ -122,6 +122,16 @@ def test_closed_form_by_hand() -> None:
     assert closed_form(optimizer, 3) == dense | core | of_linear
     assert closed_form(optimizer, 4) == dense | core | of_embedding
 
+    once = make_optimizer("one_pass", make_toy())
+    linear = (20 * 9 + 19 * 12) + (12 * 9 + 12 * 20) + (12 * 9 + 12 * 12) + (9 * 9 + 9 * 12)  # l = min(2 k + 1, m)
+    embedding = 40 * 8 + 17 * 12
+    of_linear, of_embedding = {("sketch", "linear"): linear}, {("sketch", "embedding"): embedding}
+    core_of_linear, core_of_embedding = ({("core", kind): core["core", kind]} for kind in ("linear", "embedding"))
+    assert closed_form(once, 1) == dense | of_linear | of_embedding
+    assert closed_form(once, 2) == dense | core
+    assert closed_form(once, 3) == dense | of_linear | core_of_embedding
+    assert closed_form(once, 4) == dense | core_of_linear | of_embedding
+
 
 @pytest.mark.distributed
 def test_a_step_is_one_all_reduce_and_a_refresh_two_more() -> None:
@@ -135,6 +145,7 @@ def test_a_step_is_one_all_reduce_and_a_refresh_two_more() -> None:
     assert calls("tsr_svd") == [2, 1, 2, 2, 2]  # and the embedding at 1, 4
     assert calls("tsr") == [3, 1, 3, 3, 3]
     assert calls("tsr_paper") == [2, 2, 2, 2, 1]  # Q and B travel together; phase 0: linear 1, 2, 4, embedding 1, 3
+    assert calls("one_pass") == [2, 1, 2, 2, 2]  # Y and W travel together
     assert calls("power") == [7, 1, 7, 7, 7]
     assert sum(count.calls for count in counts["tsr", "buckets"]) > sum(calls("tsr"))
 

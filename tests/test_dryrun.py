@@ -50,12 +50,12 @@ def test_bytes_of_table_3(method: str, model: str, published: str, tmp_path: Pat
     assert f"{summary['paper/comm/bytes_per_step'] / 1e9:.{digits}f}" == published
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "tsr refresh.method=one_pass", "one_sided refresh.method=one_pass"])
 def test_the_ledger_is_the_closed_form_of_all_steps(method: str, tmp_path: Path) -> None:
     """Intervals that differ by role and divide nothing: every kind of step is there."""
     job = [
         *tiny_job(tmp_path),
-        f"optimizer={method}",
+        *f"optimizer={method}".split(),
         "rank.head=12",
         "refresh.linear=3",
         "refresh.embedding=4",

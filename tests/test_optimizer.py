@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.distributed import METHODS, VARIANTS, backward, make_optimizer, make_
 from tsr import TSR, AdamOptions, AdamW, Block, Communicator, LowRankAdam, RefreshRule
 from tsr.accounting import paper_memory_bytes, state_bytes
 from tsr.adam import adam_direction, corrections
+from tsr.refresh import gaussian
 from tsr.subspace import Basis, lift, project
 
 NEVER = 10**9
@@ -263,6 +265,40 @@ def test_start_previous_carries_the_right_basis_into_the_sketch() -> None:
         if step > 1:
             q = torch.linalg.qr(gradient @ right)[0]
             assert_close(left @ left.T, q @ q.T)
+
+
+@pytest.mark.parametrize(
+    ("subspace", "shape"), [("two_sided", (30, 20)), ("one_sided", (30, 20)), ("one_sided", (20, 30))]
+)
+def test_the_core_of_a_one_pass_refresh_is_derived_from_what_was_sent(subspace: str, shape: tuple[int, int]) -> None:
+    """Exact for a gradient of the rank, near for a gradient that nearly is; its singular values are the truncated ones
+    of what was sent."""
+    signal = random(shape[0], 2, seed=3) @ random(2, shape[1], seed=4)
+    for noise in (0.0, 0.1):
+        gradient = signal + noise * random(*shape, seed=5)
+        parameter, optimizer = single(random(*shape), subspace, 2, refresh={"method": "one_pass"})
+        step_with(parameter, optimizer, gradient)
+        core = 10 * optimizer.state[parameter]["core_exp_avg"]
+        exact = project(gradient, basis_of(optimizer))
+        error = float((core - exact).norm() / exact.norm())
+        assert error < 1e-9 if noise == 0 else 1e-3 < error < 0.1
+        assert float(optimizer.grad_norm) == pytest.approx(float(core.norm()))
+        gram = core.T @ core if core.shape[1] == 2 else core @ core.T
+        assert_close(gram, gram.diag().diag())  # U and V are singular vectors
+        assert optimizer.communicator.ledger.last.by_role().keys() == {"sketch"}
+
+
+def test_the_two_sides_of_a_one_pass_sketch_are_independent() -> None:
+    """Of G = 1 they are Omega and Psi^T themselves."""
+    parameter, optimizer = single(random(60, 60), "two_sided", 15, refresh={"method": "one_pass"})
+    parameter.grad = torch.eye(60, dtype=torch.float64)
+    sent: list[Tensor] = []
+    with mock.patch.object(optimizer.communicator, "mean", lambda messages: sent.extend(m.tensor for m in messages)):
+        optimizer.step()
+    omega, psi = sent[0][: 60 * 20].view(60, 20), sent[0][60 * 20 :].view(41, 60).T
+    assert float((omega.T @ psi).norm()) == pytest.approx((60 * 20 * 41) ** 0.5, rel=0.1)
+    assert abs(float(torch.corrcoef(torch.stack([omega.flatten(), psi.flatten()[: 60 * 20]]))[0, 1])) < 0.1
+    assert torch.equal(omega, gaussian((60, 20), seed=0, step=1, name="w", like=omega))
 
 
 def test_closure_and_learning_rate_schedule_work_as_in_torch() -> None:

@@ -60,22 +60,36 @@ def test_accumulated_cores_train_what_accumulated_gradients_do(variant: str) -> 
 def test_between_refreshes_one_gradient_of_a_low_rank_block_is_alive_at_a_time() -> None:
     model = make_toy()
     optimizer = make_optimizer("low_rank_head", model, accumulate="core")
+    counts = most_alive(model, optimizer)
+    low_rank = sum(block.is_low_rank for block in optimizer.blocks)
+    assert counts[1] == low_rank - 1  # all but the one that is never used
+    assert counts[2] == counts[6] == 0
+    assert 0 < counts[3] < counts[1]  # without the embedding, which is not due
+
+
+@pytest.mark.parametrize("variant", ["one_pass", "one_pass_previous", "one_pass_one_sided"])
+def test_with_a_one_pass_refresh_so_it_is_on_all_steps(variant: str) -> None:
+    model = make_toy()
+    optimizer = make_optimizer(variant, model, accumulate="core")
+    assert set(most_alive(model, optimizer).values()) == {0}
+
+
+def most_alive(model: Toy, optimizer: LowRankAdam) -> dict[int, int]:
+    """By step, the most gradients of low-rank blocks that there are after the optimizer's own hook has run."""
     alive: list[int] = []
     low_rank = [block.parameter for block in optimizer.blocks if block.is_low_rank]
 
     def note(parameter: Tensor) -> None:
         alive.append(sum(other.grad is not None for other in low_rank))
 
-    for parameter in low_rank:  # these run after the optimizer's own
+    for parameter in low_rank:
         parameter.register_post_accumulate_grad_hook(note)
     counts = {}
     for step in range(1, STEPS + 1):
         train_step(model, optimizer, step, passes=2)
         counts[step] = max(alive)
         alive.clear()
-    assert counts[1] == len(low_rank) - 1  # all but the one that is never used
-    assert counts[2] == counts[6] == 0
-    assert 0 < counts[3] < counts[1]  # without the embedding, which is not due
+    return counts
 
 
 def test_the_norm_and_the_local_gradients_are_those_of_the_cores() -> None:
@@ -92,6 +106,27 @@ def test_the_norm_and_the_local_gradients_are_those_of_the_cores() -> None:
     norm = torch.stack([gradient.norm() for gradient in gradients if gradient is not None]).norm()
     optimizer.step()
     assert float(optimizer.grad_norm) == pytest.approx(float(norm))
+
+
+@pytest.mark.parametrize("block", ["tall", "square", "embedding"])
+def test_the_local_gradients_of_a_one_pass_refresh_are_its_samples(block: str) -> None:
+    """m k + l n of them, with k = r + 5; one that is not finite shows in those of its own block alone."""
+    model = make_toy()
+    optimizer = make_optimizer("one_pass", model, accumulate="core")
+    handle = model.get_parameter(f"{block}.weight").register_hook(lambda gradient: gradient * float("nan"))
+    optimizer.begin(2)
+    backward(model, 1, accumulation=2)
+    handle.remove()
+    found = {b.name: g for b, g in zip(optimizer.blocks, optimizer.local_gradients(), strict=True)}
+    sizes = {"tall": 20 * 9 + 19 * 12, "square": 12 * 9 + 12 * 12, "embedding": 40 * 8 + 17 * 12}
+    for name, size in sizes.items():
+        samples = found[f"{name}.weight"]
+        assert samples is not None and samples.shape == (size,)
+        assert bool(samples.isfinite().all()) == (name != block)
+    before = bits(model, optimizer)
+    optimizer.step()
+    assert not optimizer.finite
+    assert all(torch.equal(*pair) for pair in zip(before, bits(model, optimizer), strict=True))
 
 
 # Overlap

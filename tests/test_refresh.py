@@ -10,7 +10,19 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tsr.refresh import Average, RefreshMethod, RefreshRule, RefreshTask, gaussian, local_sketch, sketch, svd
+from tsr.refresh import (
+    Average,
+    Decomposition,
+    RefreshMethod,
+    RefreshRule,
+    RefreshTask,
+    Samples,
+    gaussian,
+    local_sketch,
+    one_pass,
+    sketch,
+    svd,
+)
 from tsr.subspace import Basis, lift, orthonormalise, project
 
 ALONE: Average = lambda tensors, role: tensors  # noqa: E731
@@ -35,6 +47,34 @@ def task(gradient: Tensor, rank: int, *, oversampling: int = 5) -> RefreshTask:
     width = RefreshRule(oversampling=oversampling).width(rank, (gradient.shape[0], gradient.shape[1]))
     shape = (gradient.shape[1], width)
     return RefreshTask(gradient, rank, lambda: gaussian(shape, seed=0, step=1, name="w", like=gradient))
+
+
+def samples_of(shape: tuple[int, int], rank: int, *, oversampling: int = 5, draw: int = 0) -> Samples:
+    """Without a gradient yet; Omega is that of `task`, and ``draw`` is the seed of Psi."""
+    width = RefreshRule(oversampling=oversampling).width(rank, shape)
+    like = torch.zeros(0, dtype=torch.float64)
+    return Samples(
+        shape,
+        rank,
+        width,
+        right=lambda: gaussian((shape[1], width), seed=0, step=1, name="w", like=like),
+        left=lambda size: gaussian(size, seed=draw, step=1, name="psi", like=like),
+        like=like,
+    )
+
+
+def once(gradients: Sequence[Tensor], rank: int, *, oversampling: int = 5, draw: int = 0) -> Decomposition:
+    """The one-pass refresh of a sum of gradients by one worker."""
+    rows, columns = gradients[0].shape
+    samples = samples_of((rows, columns), rank, oversampling=oversampling, draw=draw)
+    for gradient in gradients:
+        samples.add(gradient)
+    return one_pass([samples], RefreshRule(method="one_pass"), ALONE)[0]
+
+
+def approximation(decomposition: Decomposition) -> Tensor:
+    """U S V^T."""
+    return lift(decomposition.values.diag(), decomposition.basis)
 
 
 def relative_error(gradient: Tensor, basis: Basis) -> float:
@@ -246,8 +286,82 @@ def test_starting_from_the_basis_in_use_beats_a_fresh_start() -> None:
 
 
 def test_a_zero_gradient_gives_an_orthonormal_basis() -> None:
-    for method in (svd, sketch, local_sketch):
-        u, v = method([task(torch.zeros(9, 7, dtype=torch.float64), 3)], RefreshRule(power_iterations=1), ALONE)[0]
+    zero = torch.zeros(9, 7, dtype=torch.float64)
+    made = [
+        method([task(zero.clone(), 3)], RefreshRule(power_iterations=1), ALONE)[0]
+        for method in (svd, sketch, local_sketch)
+    ]
+    for u, v in (*made, once([zero], 3, oversampling=0).basis):
         assert u is not None and v is not None
         assert_close(u.T @ u, torch.eye(3, dtype=torch.float64))
         assert_close(v.T @ v, torch.eye(3, dtype=torch.float64))
+
+
+# One pass
+
+
+@pytest.mark.parametrize("shape", [(40, 20), (20, 40), (12, 40)])  # l = 19 < m twice, then l = m
+def test_one_pass_reproduces_a_gradient_of_the_rank_and_its_singular_values(shape: tuple[int, int]) -> None:
+    values = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64)
+    gradient = spectrum(values, rows=shape[0], columns=shape[1])
+    found = once([gradient], 4)
+    assert relative_error(gradient, found.basis) < 1e-12
+    assert_close(found.values, values)
+    assert_close(approximation(found), gradient)
+
+
+def test_one_pass_sees_a_sum_of_gradients_as_one_and_so_does_the_mean_over_workers() -> None:
+    """Blocks of several shapes at once, of which two share that of Psi^T Q and not that of W."""
+    shapes = [(40, 20), (40, 20), (30, 24), (12, 40)]
+    parts = [[random(*shape) for _ in range(3)] for shape in shapes]
+    rule = RefreshRule(method="one_pass")
+    samples = [samples_of(shape, 4, draw=index) for index, shape in enumerate(shapes)]
+    workers = [[samples_of(shape, 4, draw=index) for index, shape in enumerate(shapes)] for _ in range(3)]
+    for block, gradients in enumerate(parts):
+        for worker, gradient in enumerate(gradients):
+            samples[block].add(gradient)
+            workers[worker][block].add(gradient)
+
+    def average(tensors: Sequence[Tensor], role: str) -> Sequence[Tensor]:
+        assert role == "sketch" and len(tensors) == len(shapes)
+        return [torch.stack([worker[block].flat for worker in workers]).mean(0) for block in range(len(shapes))]
+
+    together = one_pass(workers[0], rule, average)
+    for block, (summed, mean) in enumerate(zip(one_pass(samples, rule, ALONE), together, strict=True)):
+        alone = once([sum(parts[block], start=torch.zeros(()))], 4, draw=block)
+        assert_close(approximation(summed), approximation(alone))
+        assert_close(approximation(mean), approximation(alone) / 3)
+        assert samples[block].flat.numel() == sum(part.numel() for part in samples[block].split(samples[block].flat))
+
+
+def test_one_pass_is_the_two_pass_sketch_where_psi_is_the_identity() -> None:
+    gradient = random(12, 40)
+    basis = sketch([task(gradient, 6)], RefreshRule(), ALONE)[0]
+    found = once([gradient], 6)
+    assert_close(found.basis, basis)
+    assert_close(found.values.diag(), project(gradient, basis))
+
+
+def test_the_error_of_one_pass_is_that_of_theory() -> None:
+    """Tropp et al. 2017, Lemma A.2: over Psi, E |G - Q B|^2 = (1 + k / (l - k - 1)) |G - Q Q^T G|^2, here twice.
+
+    And Theorem 4.3, over both: at most (1 + k / (l - k - 1)) (1 + s / (k - s - 1)) |G - G_s|^2, for any s < k - 1.
+    """
+    values = torch.arange(1, 31).double() ** -1.0
+    gradient = spectrum(values, rows=50, columns=30)
+    width = 6  # rank, too, so that nothing is cut off Q B
+    q = torch.linalg.qr(gradient @ task(gradient, width, oversampling=0).start)[0]
+    two_pass = float((gradient - q @ q.T @ gradient).square().sum())
+    errors = [
+        float((gradient - approximation(once([gradient], width, oversampling=0, draw=draw))).square().sum())
+        for draw in range(1000)
+    ]
+    mean = sum(errors) / len(errors)
+    assert mean == pytest.approx(2 * two_pass, rel=0.05)
+    bounds = [(1 + s / (width - s - 1)) * float(values[s:].square().sum()) for s in range(width - 1)]
+    assert mean < 2 * min(bounds)
+
+
+def test_what_a_one_pass_refresh_cannot_do_is_named() -> None:
+    with pytest.raises(ValueError, match=r"refresh.power_iterations must be 0 with refresh.method=one_pass, .* got 2"):
+        RefreshRule(method="one_pass", power_iterations=2)

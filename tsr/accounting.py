@@ -23,7 +23,7 @@ def step_elements(blocks: Sequence[Block], step: int, *, reduce: str, refresh: R
 
     Dense: m n. Two-sided core: r^2; one-sided: r max(m, n); both on refresh steps too. Refresh, with
     k = min(r + p, m, n): a sketch sends (m + n) k, and as much again for each synchronised power iteration; an SVD
-    sends m n. TSR paper, section 3.4 and Table 1.
+    sends m n. TSR paper, section 3.4 and Table 1. The one-pass sketch sends m k + min(2 k + 1, m) n and no core.
     """
     count: Counter[tuple[str, str]] = Counter()
     for block in blocks:
@@ -32,14 +32,17 @@ def step_elements(blocks: Sequence[Block], step: int, *, reduce: str, refresh: R
             continue
         rows, columns = block.shape
         core = block.rank**2 if block.subspace == "two_sided" else block.rank * max(rows, columns)
+        width = min(block.rank + refresh.oversampling, rows, columns)
+        due = step == 1 or (step - refresh.phase - block.offset) % block.interval == 0
+        if due and refresh.method == "one_pass":
+            count["sketch", block.kind] += rows * width + min(2 * width + 1, rows) * columns
+            continue
         count["core", block.kind] += core
-        if step == 1 or (step - refresh.phase - block.offset) % block.interval == 0:
-            if refresh.method == "svd":
-                count["dense", block.kind] += rows * columns
-            else:
-                rounds = 1 + (refresh.power_iterations if refresh.method == "sketch" else 0)
-                width = min(block.rank + refresh.oversampling, rows, columns)
-                count["sketch", block.kind] += rounds * (rows + columns) * width
+        if due and refresh.method == "svd":
+            count["dense", block.kind] += rows * columns
+        elif due:
+            rounds = 1 + (refresh.power_iterations if refresh.method == "sketch" else 0)
+            count["sketch", block.kind] += rounds * (rows + columns) * width
     return count
 
 

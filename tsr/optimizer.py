@@ -26,9 +26,9 @@ from tsr.blocks import ROLES, Block
 from tsr.checks import is_number
 from tsr.communicator import Communicator, Message
 from tsr.outbox import Outbox, project
-from tsr.refresh import METHODS, Average, RefreshRule, RefreshTask, gaussian
+from tsr.refresh import METHODS, ONE_PASS, Average, Decomposition, RefreshRule, RefreshTask, Samples, gaussian
 from tsr.stacks import RIGHT, Stack, make_stacks
-from tsr.subspace import Basis, rotate, sides
+from tsr.subspace import Basis, lift, rotate, sides
 
 REDUCTIONS = ("dense", "projected")
 MOMENTS = ("keep", "rotate", "reset")
@@ -53,7 +53,7 @@ class AdamOptions:
         clip_norm: Upper bound of the global norm of the averaged messages (cores and dense gradients), or ``None``.
         accumulate: What the backward passes of a step leave: gradients (``None``), or ``core``: unless it refreshes, a
             low-rank block's gradient is projected, added to its core and freed as soon as it is there, so that
-            gradients take the memory of the largest block. See `LowRankAdam.begin`.
+            gradients take the memory of the largest block; with a one-pass refresh also then. See `LowRankAdam.begin`.
         compile: Let torch.compile fuse the update of the cores (at the first step, which takes a C++ compiler and
             seconds); the result is the same to rounding. ``None`` and false: do not.
     """
@@ -156,6 +156,11 @@ class LowRankAdam(torch.optim.Optimizer):
         one_sided = [b.name for b in self.blocks if b.is_low_rank and b.subspace != "two_sided"]
         if self.refresh.start == "previous" and one_sided:
             raise ValueError(f"refresh.start=previous needs two-sided blocks, but {one_sided[0]} is one-sided")
+        if self.refresh.is_one_pass and options.reduce == "dense":
+            raise ValueError(
+                f"refresh.method={self.refresh.method} needs optimizer.reduce=projected: with dense, the mean gradient "
+                f"is there whole; take svd or sketch"
+            )
         self._stacks = make_stacks(self.blocks)
         self._places = {block: (stack, index) for stack in self._stacks for index, block in enumerate(stack.blocks)}
         self._dense = [block for block in self.blocks if not block.is_low_rank]
@@ -195,12 +200,16 @@ class LowRankAdam(torch.optim.Optimizer):
         """
         if self._outbox.is_open:
             raise RuntimeError("a step is under way already: call step() before the next begin()")
-        self._outbox.open(self._due(self.updates + 1), passes=passes)
+        self._open(passes)
 
     def local_gradients(self) -> list[Tensor | None]:
-        """This worker's own gradients before `step`, in the order of ``blocks``; a core where no more is kept."""
+        """This worker's own gradients before `step`, in the order of ``blocks``.
+
+        Where no more is kept, the core, or the samples of a one-pass refresh in one tensor.
+        """
         return [
-            self._core(block) if self._outbox.is_accumulated(block) else block.parameter.grad for block in self.blocks
+            self._outbox.accumulated(block) if self._outbox.is_accumulated(block) else block.parameter.grad
+            for block in self.blocks
         ]
 
     @torch.no_grad()
@@ -213,7 +222,7 @@ class LowRankAdam(torch.optim.Optimizer):
         step = self.updates + 1
         due = self._due(step)
         if not self._outbox.is_open:
-            self._outbox.open(due, passes=None)
+            self._open(None)
         for block in self.blocks:
             if block.parameter.grad is None and not self._outbox.is_accumulated(block):
                 block.parameter.grad = torch.zeros_like(block.parameter)
@@ -251,9 +260,11 @@ class LowRankAdam(torch.optim.Optimizer):
     def _due(self, step: int) -> list[Block]:
         return [block for block in self._places if self.refresh.due(step, block.interval, block.offset)]
 
-    def _core(self, block: Block) -> Tensor:
-        stack, index = self._places[block]
-        return stack.core[index]
+    def _open(self, passes: int | None) -> None:
+        step = self.updates + 1
+        due = self._due(step)
+        samples = {block: self._samples_of(block, step) for block in due} if self.refresh.is_one_pass else {}
+        self._outbox.open(due, samples=samples, passes=passes)
 
     def _state_of(self, block: Block) -> dict[str, Tensor]:
         stack, index = self._places[block]
@@ -270,10 +281,25 @@ class LowRankAdam(torch.optim.Optimizer):
             self.communicator.mean([Message(tensor, role, kind) for tensor, kind in zip(tensors, kinds, strict=True)])
             return self._finite_or_zero(tensors)
 
+        if self.refresh.is_one_pass:
+            self._refresh_once(due, synchronise)
+            return
         average: Average = (lambda tensors, role: self._finite_or_zero(tensors)) if local else synchronise
         bases = METHODS[self.refresh.method]([self._task(block, step) for block in due], self.refresh, average)
         for block, basis in zip(due, bases, strict=True):
             self._change_basis(block, basis)
+
+    def _refresh_once(self, due: Sequence[Block], average: Average) -> None:
+        """New bases from samples, and the cores that these give."""
+        samples = [self._outbox.samples[block] for block in due]
+        for block, sample in zip(due, samples, strict=True):
+            if not self._outbox.is_accumulated(block):
+                stack, index = self._places[block]
+                sample.add(stack.gradient(index))
+        found = ONE_PASS[self.refresh.method](samples, self.refresh, average)
+        for block, decomposition in zip(due, found, strict=True):
+            self._change_basis(block, decomposition.basis)
+            self._derive_core(block, decomposition)
 
     def _finite_or_zero(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors, or zeros if one is not finite: a factorisation of such values would raise, or wait."""
@@ -284,19 +310,31 @@ class LowRankAdam(torch.optim.Optimizer):
         stack, index = self._places[block]
         # A method may average this in place (`svd` does): projecting the mean later gives the same core as the mean of
         # projections, so no copy is kept.
-        gradient = stack.gradient(index)
+        return RefreshTask(stack.gradient(index), block.rank, lambda: self._start(block, step))
+
+    def _samples_of(self, block: Block, step: int) -> Samples:
+        stack, _ = self._places[block]
+        name, seed = f"{block.name}/left", self.refresh.seed
+        return Samples(
+            block.shape,
+            block.rank,
+            self.refresh.width(block.rank, block.shape),
+            right=lambda: self._start(block, step),
+            left=lambda shape: gaussian(shape, seed=seed, step=step, name=name, like=stack.core),
+            like=stack.core,
+        )
+
+    def _start(self, block: Block, step: int) -> Tensor:
+        """What a sketch multiplies, n x k."""
+        stack, _ = self._places[block]
         width = self.refresh.width(block.rank, block.shape)
         kept = []
         if self.refresh.start == "previous" and step > 1:
             kept = [self.state[block.parameter][RIGHT]]
             width -= block.rank
         shape = (block.shape[1], width)
-
-        def draw() -> Tensor:
-            drawn = gaussian(shape, seed=self.refresh.seed, step=step, name=block.name, like=gradient)
-            return torch.cat([*kept, drawn], dim=1)
-
-        return RefreshTask(gradient, block.rank, draw)
+        drawn = gaussian(shape, seed=self.refresh.seed, step=step, name=block.name, like=stack.core)
+        return torch.cat([*kept, drawn], dim=1)
 
     def _change_basis(self, block: Block, basis: Basis) -> None:
         """Put a block's new basis in the place of the old one, and see to its moments."""
@@ -313,6 +351,14 @@ class LowRankAdam(torch.optim.Optimizer):
         for before, after in zip(old, new, strict=True):
             if before is not None and after is not None:
                 before.copy_(after)
+
+    def _derive_core(self, block: Block, decomposition: Decomposition) -> None:
+        """The core of U S V^T: S, times U or V on a side without a basis."""
+        stack, index = self._places[block]
+        (left, right), values = decomposition
+        kept_left, kept_right = sides(block.subspace, block.shape)
+        outside = Basis(None if kept_left else left, None if kept_right else right)
+        stack.core[index].copy_(lift(values.diag(), outside))
 
     def _clip(self, averaged: Sequence[Tensor], *, also: Sequence[Tensor] = ()) -> None:
         """Record the norm of the averaged messages and, if asked for, scale them (and what was made of them) down."""

@@ -91,17 +91,19 @@ def orthonormalise(matrix: Tensor) -> Tensor:
     return torch.linalg.qr(matrix)[0]
 
 
-def each(function: Callable[[Tensor], Sequence[Tensor]], matrices: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+def each(function: Callable[..., Sequence[Tensor]], *operands: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
     """``function`` of each matrix, called once for all of a shape, with them stacked: [B, m, n].
 
-    It returns several tensors, each with B in front; here every matrix gets its own of each.
+    It returns several tensors, each with B in front; here every matrix gets its own of each. A function of several
+    matrices takes a list of each, of equal lengths.
     """
-    results: list[tuple[Tensor, ...]] = [()] * len(matrices)
-    alike: dict[torch.Size, list[int]] = {}
-    for index, matrix in enumerate(matrices):
-        alike.setdefault(matrix.shape, []).append(index)
+    groups = list(zip(*operands, strict=True))
+    results: list[tuple[Tensor, ...]] = [()] * len(groups)
+    alike: dict[tuple[torch.Size, ...], list[int]] = {}
+    for index, group in enumerate(groups):
+        alike.setdefault(tuple(matrix.shape for matrix in group), []).append(index)
     for indices in alike.values():
-        parts = function(torch.stack([matrices[index] for index in indices]))
+        parts = function(*(torch.stack([matrices[index] for index in indices]) for matrices in operands))
         for index, own in zip(indices, zip(*(part.unbind() for part in parts), strict=True), strict=True):
             results[index] = own
     return results
