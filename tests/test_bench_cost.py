@@ -155,7 +155,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 
 def test_what_hides_behind_backward() -> None:
-    """No more than two thirds of compute; with all cores busy, the wait for the link alone."""
+    """No more than two thirds of compute; with all cores busy, the wait for hops and link alone."""
     plain, overlapped = SENT["adamw"], replace(SENT["adamw"], overlapped=True)
 
     def hidden(place: Place) -> float:
@@ -166,11 +166,13 @@ def test_what_hides_behind_backward() -> None:
     assert hidden(Place(workers=2, rate_mbit=300.0, cores=2)) == pytest.approx(0.4 * 2 / 3)
     short = Place(workers=2, rate_mbit=2.6e3, cores=2)
     on_the_link = bytes_sent * 8 / (0.95 * 2.6e9)
-    assert hidden(short) == pytest.approx(on_the_link - bytes_sent * 2.5e-9)
-    assert hidden(replace(short, rate_mbit=None)) == 0
+    assert hidden(short) == pytest.approx(on_the_link - bytes_sent * 2.5e-9 + 2 * 2e-4)
+    assert hidden(replace(short, rate_mbit=None)) == pytest.approx(2 * 2e-4)
+    assert hidden(replace(short, rate_mbit=None, latency_ms=1.0)) == pytest.approx(2 * 1.2e-3)
+    assert hidden(replace(short, rate_mbit=None, latency_ms=1e3)) == pytest.approx(0.4 * 2 / 3)
     cheap = replace(MODEL, transfer_s=1e-10)
-    idle = Place(workers=2, rate_mbit=None, cores=None)
-    assert cheap.times("adamw", overlapped, idle).communication == pytest.approx(bytes_sent * 1.2e-9 + 2 * 2e-4)
+    idle = Place(workers=2, rate_mbit=None, latency_ms=1.0)
+    assert cheap.times("adamw", overlapped, idle).communication == pytest.approx(bytes_sent * 1.2e-9)
     assert idle.sharing == 1 and Place(workers=3, rate_mbit=None, cores=4).has_idle_core
 
 
@@ -198,6 +200,23 @@ def test_parameters_are_never_negative() -> None:
         replace(cell, times=replace(cell.times, communication=2.0 - 0.1 * cell.messages.collectives)) for cell in cells
     ]
     assert min(values_of(fit(odd)).values()) == 0
+
+
+def test_errors_are_relative_to_the_step() -> None:
+    """So the same seconds count for less in a longer one, by the square."""
+
+    def fitted(rate: float | None, seconds: float) -> float:
+        cells = make_cells()
+        index = next(i for i, cell in enumerate(cells) if (cell.method, *cell.group) == ("adamw", 4, rate))
+        times = cells[index].times
+        cells[index] = replace(cells[index], times=replace(times, compute=times.compute + seconds))
+        return fit(cells).compute_s - MODEL.compute_s
+
+    slow, fast = (
+        MODEL.times("adamw", SENT["adamw"], Place(workers=4, rate_mbit=r, cores=2)).step for r in (300.0, None)
+    )
+    assert slow > 3 * fast
+    assert fitted(300.0, 0.1) == pytest.approx(fitted(None, 0.1) * (fast / slow) ** 2, rel=1e-6)
 
 
 def test_a_held_out_cell_is_unseen() -> None:

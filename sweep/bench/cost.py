@@ -13,7 +13,7 @@ the bandwidths below which methods pay (crossovers.csv), all of it as cost.md, a
 Link and transfer are not added up, for the kernel copies the next packets while one is on the wire; copies before and
 after that are packing. Work of cores (compute, optimizer, transfer, packing, hook) takes max(1, N / cores) times as
 long where N workers share a machine's cores. Backward is taken as 2/3 of compute, and no more than that hides: of the
-time that bytes travel, all of it where a core is idle, else what the link makes the cores wait for.
+time of hops and bytes, all of it where a core is idle, else what the cores wait for, hops and link less transfer.
 
 Extrapolated, and not measured, are: workers beyond those of the bench, each on a machine and a link of its own, all at
 full rate at once; a ring all-reduce at any number of them, so that latency grows with its 2 (N - 1) hops; other
@@ -202,22 +202,23 @@ class _Wire:
 
 def _wire(model: CostModel, method: str, messages: Messages, place: Place) -> _Wire:
     """Communication of a step, near the parameters of ``model``: they say what bounds it, and what hides."""
-    hops = 2 * (place.workers - 1)
+    hops = 2.0 * (place.workers - 1)
     sent = messages.payload * hops / place.workers
+    hops *= messages.collectives
     work = sent * place.sharing
     bits = 0.0 if place.rate_mbit is None else sent * 8 / (place.rate_mbit * 1e6)
     by_link = bits * model.inverse_efficiency, work * model.transfer_s
     link, transfer = (bits, 0.0) if by_link[0] > by_link[1] else (0.0, work)
-    constant = messages.collectives * hops * place.latency_ms / 1e3
+    constant = hops * place.latency_ms / 1e3
     if messages.overlapped:
         room = BACKWARD * model.compute_s * place.sharing
-        hides = max(by_link) - (0.0 if place.has_idle_core else by_link[1])
-        if hides > room:
+        busy = 0.0 if place.has_idle_core else by_link[1]
+        if constant + hops * model.latency_s + max(by_link) - busy > room:
             constant -= room
         else:
-            link, transfer = 0.0, 0.0 if place.has_idle_core else work
+            hops, link, transfer, constant = 0.0, 0.0, 0.0 if place.has_idle_core else work, 0.0
     return _Wire(
-        hops=messages.collectives * hops,
+        hops=hops,
         link=link,
         transfer=transfer,
         packing=messages.payload * place.sharing,
@@ -230,7 +231,8 @@ def fit(cells: Sequence[Measured]) -> CostModel:
     """The non-negative parameters of least squares, errors being relative to the cell's step.
 
     Compute, optimizer and communication are fitted to their own columns. What bounds communication, and what hides,
-    depends on the parameters, so the last fit is repeated until that is settled, and its best round taken.
+    depends on the parameters (at first all limited links bind), so the last fit is repeated until that is settled, or
+    leaves some of them undetermined, and its best round taken.
 
     Raises:
         ValueError: If the cells do not determine the parameters.
@@ -260,9 +262,9 @@ def fit(cells: Sequence[Measured]) -> CostModel:
     for _ in range(FIT_ROUNDS):
         before, wires = wires, [_wire(model, cell.method, cell.messages, cell.place) for cell in cells]
         rounds.append((_squares(wires, cells, model), model))
-        if wires == before:
-            break
         design = np.array([wire.row(hooks) for wire in wires])
+        if wires == before or (before and not _determines(design, scale)):
+            break
         rest = [cell.times.communication - wire.constant for cell, wire in zip(cells, wires, strict=True)]
         latency, inverse, transfer, packing, *seconds = _least_squares(design, rest, scale)
         model = replace(
@@ -288,16 +290,25 @@ def _least_squares(design: np.ndarray, target: Sequence[float], scale: Sequence[
     import numpy as np
     from scipy.optimize import nnls
 
-    rows = design * np.array(scale)[:, None]
-    size = np.linalg.norm(rows, axis=0)  # of columns, which are seconds, bytes and numbers
-    if not size.all() or np.linalg.matrix_rank(rows / size, tol=1e-6) < rows.shape[1]:
+    if not _determines(design, scale):
         raise ValueError(
             f"{len(target)} cells are too few to fit on: latency, efficiency, transfer and packing need methods of "
             "different payloads, links without a limit and with one that binds, and two limits or numbers of workers "
             "(--methods, --rates and --workers of the bench)"
         )
+    rows = design * np.array(scale)[:, None]
+    size = np.linalg.norm(rows, axis=0)  # of columns, which are seconds, bytes and numbers
     values, _ = nnls(rows / size, np.array(target) * scale)
     return [float(value) for value in values / size]
+
+
+def _determines(design: np.ndarray, scale: Sequence[float]) -> bool:
+    """Whether the rows have but one solution, and not by rounding alone."""
+    import numpy as np
+
+    rows = design * np.array(scale)[:, None]
+    size = np.linalg.norm(rows, axis=0)
+    return bool(size.all()) and int(np.linalg.matrix_rank(rows / size, tol=1e-6)) == rows.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -617,26 +628,29 @@ def speedup_figure(
 ) -> Figure:
     """Speed-up over the reference against bandwidth, a line a method, a panel a number of workers.
 
-    Where a line crosses 1, its method's marker stands.
+    Where a line crosses 1, its method's marker stands. DDP's lines are dashed.
     """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
     methods = [method for method in found.messages if method != REFERENCE]
-    styles = {method: method_style(method) for method in methods}
-    handles = [
-        Line2D([], [], label=m, color=colour, marker=marker, ms=4, lw=1) for m, (colour, marker) in styles.items()
-    ]
+    styles: dict[str, dict[str, Any]] = {
+        method: dict(zip(("color", "marker"), method_style(method), strict=True)) for method in methods
+    }
+    dashes = {method: "--" if CONTESTANTS[method].peer else "-" for method in methods}
+    handles = [Line2D([], [], label=m, ls=dashes[m], ms=4, lw=1, **style) for m, style in styles.items()]
     figure = new_figure(panels=len(places), rows=legend_rows(methods))
     panels = figure.subplots(len(places), sharex=True, squeeze=False)[:, 0]
     rates = [10**logarithm for logarithm in _logarithms()]
     for panel, place in zip(panels, places, strict=True):
         panel.axhline(1, color="0.4", lw=0.6)
-        for method, (colour, marker) in styles.items():
+        for method, style in styles.items():
             heights = [found.speedup(method, replace(place, rate_mbit=rate)) for rate in rates]
-            panel.plot([rate * 1e6 for rate in rates], heights, color=colour, lw=1, label=method)
+            panel.plot(
+                [rate * 1e6 for rate in rates], heights, color=style["color"], ls=dashes[method], lw=1, label=method
+            )
             if not isinstance(point := crossovers[method, place.workers], str):
-                panel.plot([point * 1e6], [1], color=colour, marker=marker, ms=4, ls="", label="_crossover")
+                panel.plot([point * 1e6], [1], ms=4, ls="", label="_crossover", **style)
         panel.set(xscale="log", yscale="log", title=f"{place.workers} workers", ylabel=f"speed-up over {REFERENCE}")
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter(FormatStrFormatter("%g"))
