@@ -44,7 +44,8 @@ LEAST = {"workers": 2, "cores": 1, "rate_mbit": 0.1, "step_s": 1e-6} | dict.from
 RULE = "Each cell is predicted by a model that has not seen it: all of its number of workers and rate are held out."
 EXTRAPOLATED = (
     "Extrapolated: workers on machines of their own, a ring all-reduce of 2 (N − 1) hops, every link at its rate at "
-    "once; seconds of the optimizer from the bench's machine, in proportion to parameters."
+    "once; seconds of optimizer and of sending software from the bench's machine, so a link faster than that software "
+    "gains nothing."
 )
 
 
