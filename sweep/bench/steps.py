@@ -208,7 +208,7 @@ def table(result: Mapping[str, Any]) -> Table:
     columns = ("", "ordinary (s)", "mean (s)", "heaviest (s)", "mean, % of forward and backward", "state (MB)")
     note = (
         f"One process, {result['tokens']} tokens; means weighed by the schedule of {INTERVAL} steps. Tokens a second "
-        f"with AdamW: {loops['ours']:.0f} in this project's training loop, {loops['plain']:.0f} in a plain one with DDP "
+        f"with AdamW: {loops['ours']:.0f} in this project's training loop, {loops['plain']:.0f} in a plain one, DDP "
         f"({loops['ours'] / loops['plain']:.3f})."
     )
     return Table(f"Optimizer steps at the shapes of {result['model']}", columns, tuple(rows), (note,))
