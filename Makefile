@@ -46,7 +46,8 @@ proxy: $(STAMP) ## tune four methods on a small LLaMA, then seeds and ablations 
 # Timings need a machine with nothing else on it. A bench that is started again goes on with what is missing.
 BENCH := reports/bench
 bench: $(STAMP) ## measure steps, memory and time to a loss on limited links (root, Linux, hours on 2 cores) into README.md
-	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH) --readme README.md bench
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH)
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH) --rates none,1000 --methods adamw_late,tsr_late --readme README.md bench
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.loss --out $(BENCH) --target 6 --readme README.md bench-loss
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.steps --out $(BENCH) --readme README.md bench-steps
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.memory --out $(BENCH) --readme README.md bench-memory
