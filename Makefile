@@ -14,7 +14,7 @@ ABLATIONS ?= sweep/results/proxy/ablations
 # A folder of GLUE's TSV files; without one, they come from the Hugging Face Hub.
 GLUE ?= $(wildcard ../shared/data/glue)
 
-.PHONY: help install quickstart glue-quickstart tables figures proxy test lint format constraints clean
+.PHONY: help install quickstart glue-quickstart tables figures proxy bench test lint format constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,18 @@ proxy: $(STAMP) ## tune four methods on a small LLaMA, then seeds and ablations 
 	for part in sided refresh interval rank embedding; do \
 	    OMP_NUM_THREADS=1 $(PY) train.py -m experiment=proxy optimizer=tsr ablation=$$part logger=none || exit 1; done
 	$(PY) -m sweep.report sweep/results/proxy.csv --best --out reports/proxy --readme README.md proxy
+
+# Timings need a machine with nothing else on it. A bench that is started again goes on with what is missing.
+BENCH := reports/bench
+bench: $(STAMP) ## measure steps, memory and time to a loss on limited links (root, Linux, hours on 2 cores) into README.md
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH)
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH) --rates none,1000 --methods adamw_late,tsr_late --readme README.md bench
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.loss --out $(BENCH) --target 6 --readme README.md bench-loss
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.steps --out $(BENCH) --readme README.md bench-steps
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.memory --out $(BENCH) --readme README.md bench-memory
+	$(PY) -m sweep.bench.cost $(BENCH)/bench.csv --out $(BENCH) --readme README.md bench-cost
+	mkdir -p sweep/results/bench
+	cp $(addprefix $(BENCH)/*.,csv md json png pdf) sweep/results/bench
 
 # One thread a process: the workers that tests start share the cores with pytest-xdist's own.
 test: $(STAMP) ## run the whole test suite

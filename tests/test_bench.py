@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -14,8 +15,9 @@ import pytest
 
 from sweep.bench.__main__ import RESULTS, main
 from sweep.bench.cells import Row, summarise
+from sweep.bench.loss import Reached, reached
 from sweep.bench.loss import main as loss_main
-from sweep.bench.loss import reached
+from sweep.bench.network import why_not
 from sweep.bench.report import draw, judge, table
 from sweep.bench.rows import read_rows, write_rows
 
@@ -219,3 +221,42 @@ def test_the_time_to_a_loss_is_that_of_the_steps_before_it() -> None:
     assert reached(rows, 6.0) == (4, 1.0 + 2 + 3 + 4, 40)
     assert reached(rows, 7.0) == (2, 3.0, 20)
     assert reached(rows, 4.9) is None
+
+
+def test_on_a_limited_link_the_interface_carries_the_ledger_and_the_bound_holds(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    small = ["--experiment", "proxy", "--model", "llama_9m", "--repeats", "2", "--length", "16", "--workers", "2"]
+    assert main(["--out", str(tmp_path), *small, "--rates", "none,50", "--methods", "adamw"]) == 0
+    unlimited, limited = read_rows(tmp_path / RESULTS, Row)
+    assert (unlimited.rate_mbit, limited.rate_mbit) == (None, 50.0)
+    for row in (unlimited, limited):
+        assert row.wire_ratio == pytest.approx(1.0, abs=0.03)
+    assert limited.goodput_mbit < 50
+    bound = judge([unlimited, limited])[1].bound
+    assert bound is not None
+    assert min(bound, 1.02 * limited.step_s) > limited.payload * 8 / 50e6
+    assert (tmp_path / "bench.png").is_file()
+
+
+def test_training_on_a_limited_link_gives_the_time_to_a_loss_and_is_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    (readme := tmp_path / "README.md").write_text("<!-- begin loss -->\n<!-- end loss -->\n")
+    command = ["--out", str(tmp_path / "out"), "--target", "100", "--experiment", "quickstart", "--rates", "1000"]
+    few = ["--set", "trainer.steps=4", "trainer.eval_every=2", "trainer.eval_rows=16"]
+    assert loss_main([*command, "--methods", "adamw", "--readme", str(readme), "loss", *few]) == 0
+    (row,) = read_rows(tmp_path / "out" / "loss.csv", Reached)
+    (metrics,) = (tmp_path / "out").rglob("metrics.jsonl")
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert row.steps == 2
+    assert row.seconds == pytest.approx(steps[0]["time/step_s"] + steps[1]["time/step_s"])
+    assert row.payload == steps[1]["comm/total_bytes"]
+    assert "| adamw" in readme.read_text()
+    written = metrics.stat().st_mtime_ns
+    assert loss_main([*command[:3], "0.5", *command[4:], "--methods", "adamw", *few]) == 0
+    assert "never" in capsys.readouterr().out
+    assert metrics.stat().st_mtime_ns == written
+    assert [row.target for row in read_rows(tmp_path / "out" / "loss.csv", Reached)] == [100.0, 0.5]

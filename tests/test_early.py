@@ -59,8 +59,11 @@ def test_a_step_that_is_read_late_is_named_rightly(tmp_path: Path, prepared: dat
     assert [row["step"] for row in read_record(tmp_path).rows] == [1, 2, 3, 4]
 
 
-def test_accumulating_cores_trains_the_same_model_and_resumes(tmp_path: Path, prepared: data.Prepared) -> None:
-    wide = {**STEPS, "model.dtype": "fp64", "comm.dtype": "fp64"}
+@pytest.mark.parametrize("refresh", ["sketch", "one_pass"])
+def test_accumulating_cores_trains_the_same_model_and_resumes(
+    refresh: str, tmp_path: Path, prepared: data.Prepared
+) -> None:
+    wide = {**STEPS, "model.dtype": "fp64", "comm.dtype": "fp64", "refresh.method": refresh}
     run_job(compose("tsr", wide), tmp_path / "gradients", prepared)
     config = compose("tsr", {**wide, "optimizer.accumulate": "core"})
     run_job(config, tmp_path / "cores", prepared)

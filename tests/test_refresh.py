@@ -343,9 +343,10 @@ def test_one_pass_is_the_two_pass_sketch_where_psi_is_the_identity() -> None:
 
 
 def test_the_error_of_one_pass_is_that_of_theory() -> None:
-    """Tropp et al. 2017, Lemma A.2: over Psi, E |G - Q B|^2 = (1 + k / (l - k - 1)) |G - Q Q^T G|^2, here twice.
+    """Over Psi, E |G - Q B|^2 = (1 + k / (l - k - 1)) |G - Q Q^T G|^2, here twice, by the inverse of a Wishart matrix.
 
-    And Theorem 4.3, over both: at most (1 + k / (l - k - 1)) (1 + s / (k - s - 1)) |G - G_s|^2, for any s < k - 1.
+    Over both (Tropp et al. 2017, section 4) at most (1 + k / (l - k - 1)) (1 + s / (k - s - 1)) |G - G_s|^2, for any
+    s < k - 1.
     """
     values = torch.arange(1, 31).double() ** -1.0
     gradient = spectrum(values, rows=50, columns=30)

@@ -17,7 +17,8 @@ l = min(2 k + 1, m).
 
 The first three look at the gradient itself, and the core follows in a message of its own. A one-pass method sees no
 more of it than `Samples`, which are linear in it: they add up over micro-batches, are averaged in one round, and the
-core is derived from them. It saves bytes and memory where 2 k + 1 is well below m; from there on W is G itself.
+core is derived from them. It spares memory and a round, not bytes: l is about 2 k where B has k rows, and where 2 k + 1
+reaches m, W is G itself.
 """
 
 from __future__ import annotations
@@ -257,9 +258,9 @@ def local_sketch(tasks: Sequence[RefreshTask], rule: RefreshRule, average: Avera
 def one_pass(samples: Sequence[Samples], rule: RefreshRule, average: Average) -> list[Decomposition]:
     """Truncated SVD of Q B, with Q = orth(Y) and B the least-squares solution of Psi^T Q B = W; see `Samples`.
 
-    Algorithms 4 and 7 of Tropp, Yurtsever, Udell and Cevher, "Practical sketching algorithms for low-rank matrix
-    approximation" (2017). B is Q^T mean(G) but for an error of expected square k / (l - k - 1) times that of Q, their
-    Lemma A.2: as much again, for l = 2 k + 1.
+    Tropp, Yurtsever, Udell and Cevher, "Practical sketching algorithms for low-rank matrix approximation" (2017),
+    section 4. B is Q^T mean(G) but for an error whose expected square is k / (l - k - 1) times that of Q: as much
+    again, for l = 2 k + 1. With a flat spectrum this is much, and S comes out too large.
     """
     means = average([sample.flat for sample in samples], "sketch")
     columns, rows = zip(*(sample.split(mean) for sample, mean in zip(samples, means, strict=True)), strict=True)

@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--out", type=Path, required=True, metavar="DIR", help="where the results go")
     add("--workers", default="2,4", help="hosts, as in 2,4")
     add("--rates", default="none,1000,100", help="Mbit/s of every link, as in none,1000,100")
-    add("--methods", default=",".join(CONTESTANTS), help="contestants, as in adamw,tsr")
+    usual = [name for name in CONTESTANTS if not name.endswith("_late")]
+    add("--methods", default=",".join(usual), help=f"contestants, of {', '.join(CONTESTANTS)}")
     add("--experiment", default="table3", help="whose ranks and intervals are taken")
     add("--model", default="llama_60m", help="a model of the experiment")
     add("--rows", type=int, default=1, help="rows of a worker's micro-batch")

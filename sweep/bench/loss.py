@@ -83,7 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--methods: each must be one of {', '.join(METHODS)}, got {unknown[0]!r}")
         if options.workers < 2:
             raise ValueError(f"--workers must be a whole number from 2, got {options.workers}")
-        common = (f"experiment={options.experiment}", "logger=none", "results=null", "nproc=null", "device=cpu")
+        common = (
+            f"experiment={options.experiment}",
+            "logger=none",
+            "results=null",
+            f"nproc={options.workers}",
+            "device=cpu",
+        )
         jobs = {name: (*common, *METHODS[name], *options.set) for name in options.methods.split(",")}
         for job in jobs.values():
             compose(*job)

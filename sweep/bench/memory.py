@@ -1,9 +1,8 @@
 """`python -m sweep.bench.memory --out DIR`: memory of gradients, by what accumulates, and of a real step.
 
 Gradients: the most bytes alive together while the micro-batches of an ordinary step go by, with and without
-accumulation in the core. With `--step`, one real step of the model in bf16 (its first, in which every basis is made)
-runs in a process of its own, with activation checkpointing, and its peak of resident memory stands beside what
-AdamW's weights, gradients and state would take.
+accumulation in the core. And one real step of a large model in bf16 (its first, in which every basis is made), in a
+process of its own, with activation checkpointing: its peak of resident memory beside what AdamW would take.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from torch import Tensor
 
 from sweep.bench.steps import loss_of, model_of
 from sweep.cells import compose
+from sweep.report import fill
+from sweep.tables import Table
 from train import build_optimizer, count
 from tsr import Communicator, LowRankAdam
 
@@ -75,51 +76,79 @@ def one_step(model_name: str, *, length: int) -> dict[str, float]:
     }
 
 
-def predicted(model_name: str, method: str) -> dict[str, int]:
-    """Bytes of weights and gradients in bf16, and of a method's state, by a dry run."""
-    summary = count(compose_dry(model_name, method))
-    weights = summary["memory/weight_bytes"]
-    return {"weights": weights, "gradients": weights, "state": summary["memory/optimizer_state_bytes"]}
+def predicted(model_name: str, method: str) -> int:
+    """Bytes of weights and gradients in bf16 and of a method's state, by a dry run; activations are not in it."""
+    job = ("experiment=table3", f"model={model_name}", f"optimizer={method}", "dry_run=true", "world_size=1")
+    summary = count(compose(*job))
+    return int(2 * summary["memory/weight_bytes"] + summary["memory/optimizer_state_bytes"])
 
 
-def compose_dry(model_name: str, method: str) -> dict[str, Any]:
-    """The configuration of a dry run in the paper's setting."""
-    return compose("experiment=table3", f"model={model_name}", f"optimizer={method}", "dry_run=true", "world_size=1")
+def step_apart(model_name: str, *, length: int) -> dict[str, Any]:
+    """`one_step` in a process of its own, and what is predicted for tsr and adamw."""
+    own = [sys.executable, "-m", "sweep.bench.memory", "--one-step", model_name, "--length", str(length)]
+    done = subprocess.run(own, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {**result, "predicted": {method: predicted(model_name, method) for method in ("tsr", "adamw")}}
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """Gradients by model and head; a real step as a note."""
+    rows = tuple(
+        (
+            model,
+            head.replace("_", " "),
+            f"{peaks['dense'] / 1e6:.1f}",
+            f"{peaks['core'] / 1e6:.1f}",
+            f"{100 * peaks['core'] / peaks['dense']:.1f}",
+        )
+        for model, heads in result["gradients"].items()
+        for head, peaks in heads.items()
+    )
+    notes = tuple(
+        f"The first step of tsr on {model} in bf16, {result['length']} tokens, activation checkpointing, on a CPU: "
+        f"{step['peak_bytes'] / 1e9:.2f} GB resident at most, Python and torch included. Weights, gradients and state "
+        f"take {step['predicted']['tsr'] / 1e9:.2f} GB, and with adamw {step['predicted']['adamw'] / 1e9:.2f} GB."
+        for model, step in result["steps"].items()
+    )
+    columns = ("model", "head", "gradients kept (MB)", "optimizer.accumulate=core (MB)", "%")
+    title = f"Most bytes of gradients at once, fp32, {result['passes']} micro-batches of an ordinary step of tsr"
+    return Table(title, columns, rows, notes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m sweep.bench.memory", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="DIR", help="where memory-MODEL.json goes")
-    add("--model", default="llama_60m", help="of experiment=table3")
+    add("--out", type=Path, default=Path("reports/bench"), metavar="DIR", help="where memory.json goes")
+    add("--models", default="llama_60m,llama_350m", help="of experiment=table3")
+    add("--step", default="llama_1b", metavar="MODEL", help="whose first step is made; empty for none")
     add("--length", type=int, default=256, help="tokens of a row")
     add("--passes", type=int, default=8, help="micro-batches")
-    add("--step", action="store_true", help="a real step in the place of the gradients")
-    add("--in-this-process", action="store_true", help=argparse.SUPPRESS)
+    add("--readme", nargs=2, metavar=("FILE", "NAME"), help="put the table between FILE's <!-- begin/end NAME -->, too")
+    add("--one-step", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.in_this_process:
-        print(json.dumps(one_step(options.model, length=options.length)))
+    if options.one_step:
+        print(json.dumps(one_step(options.one_step, length=options.length)))
         return 0
-    result: dict[str, Any]
-    if options.step:
-        own = [sys.executable, "-m", "sweep.bench.memory", "--in-this-process", "--out", str(options.out)]
-        step = [*own, "--model", options.model, "--length", str(options.length)]
-        result = json.loads(subprocess.run(step, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
-        result["predicted_bytes"] = {method: predicted(options.model, method) for method in ("tsr", "adamw")}
-    else:
-        result = {
+    gradients = {
+        model: {
             name: gradient_memory(
-                *(f"model={options.model}", "optimizer=tsr", head, "refresh.embedding=100"),
+                *(f"model={model}", "optimizer=tsr", head, "refresh.embedding=100"),
                 passes=options.passes,
                 length=options.length,
             )
             for name, head in HEADS.items()
         }
+        for model in options.models.split(",")
+    }
+    steps = {model: step_apart(model, length=options.length) for model in filter(None, [options.step])}
+    result = {"passes": options.passes, "length": options.length, "gradients": gradients, "steps": steps}
     options.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=2)
-    name = f"{'step' if options.step else 'memory'}-{options.model}.json"
-    (options.out / name).write_text(text + "\n", encoding="utf-8")
+    (options.out / "memory.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    text = table(result).markdown()
+    if options.readme:
+        readme = Path(options.readme[0])
+        readme.write_text(fill(readme, options.readme[1], text), encoding="utf-8")
     print(text)
     return 0
 

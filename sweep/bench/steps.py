@@ -29,6 +29,8 @@ from data import Batch
 from data.batches import GlobalStep
 from data.tasks import TASKS
 from sweep.cells import compose
+from sweep.report import fill
+from sweep.tables import Table
 from train import build_model, build_optimizer
 from tsr import Communicator, LowRankAdam
 from tsr.accounting import state_bytes
@@ -115,12 +117,14 @@ def time_steps(model_name: str, *, tokens: int, length: int, repeats: int) -> di
         name: sum(times[f"{name}/{number}"] * count for number, count in kinds.items()) / INTERVAL
         for name, kinds in weights.items()
     }
+    parts = {name: [times[f"{name}/{number}"] for number in kinds] for name, kinds in weights.items()}
     return {
         "model": model_name,
         "tokens": tokens,
-        "seconds": times,
-        "step": steps,
-        "of_forward_backward": {name: value / times["forward_backward"] for name, value in steps.items()},
+        "forward_backward": times["forward_backward"],
+        "mean": {**steps, **{name: times[name] for name in ("torch_fused", "torch_foreach")}},
+        "lightest": {name: min(values) for name, values in parts.items()},
+        "heaviest": {name: max(values) for name, values in parts.items()},
         "state_bytes": {name: state_bytes(optimizer) for name, optimizer in optimizers.items()},
     }
 
@@ -183,6 +187,33 @@ def one_worker() -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def table(result: Mapping[str, Any]) -> Table:
+    """The result of a model, beside its forward and backward."""
+    whole = result["forward_backward"]
+    loops = result["tokens_per_s"]
+    rows = [("forward and backward", "-", f"{whole:.3f}", "-", "100", "-")]
+    for name, seconds in result["mean"].items():
+        light, heavy = (result[key].get(name, seconds) for key in ("lightest", "heaviest"))
+        state = result["state_bytes"].get(name, result["state_bytes"]["adamw"])
+        rows.append(
+            (
+                name,
+                f"{light:.3f}",
+                f"{seconds:.3f}",
+                f"{heavy:.3f}",
+                f"{100 * seconds / whole:.2f}",
+                f"{state / 1e6:.0f}",
+            )
+        )
+    columns = ("", "ordinary (s)", "mean (s)", "heaviest (s)", "mean, % of forward and backward", "state (MB)")
+    note = (
+        f"One process, {result['tokens']} tokens; means weighed by the schedule of {INTERVAL} steps. Tokens a second "
+        f"with AdamW: {loops['ours']:.0f} in this project's training loop, {loops['plain']:.0f} in a plain one, DDP "
+        f"({loops['ours'] / loops['plain']:.3f})."
+    )
+    return Table(f"Optimizer steps at the shapes of {result['model']}", columns, tuple(rows), (note,))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m sweep.bench.steps", description=__doc__.splitlines()[0])
@@ -191,14 +222,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--model", default="llama_60m", help="of experiment=table3")
     add("--tokens", type=int, default=4096, help="of forward and backward")
     add("--length", type=int, default=256, help="tokens of a row")
-    add("--repeats", type=int, default=5)
+    add("--repeats", type=int, default=5, help="measurements of each piece")
+    add("--readme", nargs=2, metavar=("FILE", "NAME"), help="put the table between FILE's <!-- begin/end NAME -->, too")
     options = parser.parse_args(arguments)
     size = {"length": options.length, "repeats": options.repeats}
     result = time_steps(options.model, tokens=options.tokens, **size)
     result["tokens_per_s"] = time_loops(options.model, tokens=options.tokens, **size)
     options.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=2)
-    (options.out / f"steps-{options.model}.json").write_text(text + "\n", encoding="utf-8")
+    (options.out / f"steps-{options.model}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    text = table(result).markdown()
+    if options.readme:
+        readme = Path(options.readme[0])
+        readme.write_text(fill(readme, options.readme[1], text), encoding="utf-8")
     print(text)
     return 0
 

@@ -146,6 +146,7 @@ class Peer:
         self._payload = 0
         self._interval = spec.interval
         self._has_hook = spec.peer != "none"
+        self._settling = 0
         if spec.peer == "bf16":
             # torch reads annotations of a hook, which are text here.
             self.model.register_comm_hook(None, lambda state, bucket: bf16_hook(bucket))
@@ -156,11 +157,12 @@ class Peer:
                 process_group=None, matrix_approximation_rank=spec.rank, start_powerSGD_iter=2, warm_start=True
             )
             self.model.register_comm_hook(state, powersgd.powerSGD_hook)
+            self._settling = 3
 
     def prepare(self, tokens: Tensor) -> tuple[int, list[Kind]]:
         """Let the hook settle, count what a step sends, and measure backward without communication."""
         first, _ = self._counted(tokens)
-        for _ in range(3):
+        for _ in range(self._settling):
             self._step(tokens)
         self._payload, calls = self._counted(tokens)
         times = []
