@@ -21,7 +21,7 @@ SHAPES = ["tall", "wide", "square", "embedding"]  # whose cores may differ in sh
 
 def trained(variant: str, *, compiled: bool) -> Sequence[Tensor]:
     """Parameters and state after some steps, refreshes among them; the last one has a gradient that is not finite."""
-    model = make_toy()
+    model = make_toy(torch.float64)  # in float32, Adam amplifies rounding beside a refreshed core's diagonal
     optimizer = make_optimizer(variant, model, compile=compiled)
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
@@ -43,4 +43,4 @@ def test_a_compiled_update_is_the_same_to_rounding_and_compiled_once_a_shape(var
     compiled = trained(variant, compiled=True)
     assert 0 < counters["stats"]["unique_graphs"] <= len(SHAPES), "a step must not compile anew"
     for ours, expected in zip(compiled, plain, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
