@@ -31,7 +31,10 @@ class Contestant:
 
 
 EARLY = ("comm.overlap=true", "comm.bucket_mib=25")
-LATE = ("comm.overlap=false", "comm.bucket_mib=25")
+LATE = ("comm.overlap=false", *EARLY[1:])
+# Cores are small: buckets of DDP's size would hold all of them, and leave when backward is over.
+EARLY_CORES = ("comm.overlap=true", "comm.bucket_mib=4")
+LATE_CORES = ("comm.overlap=false", *EARLY_CORES[1:])
 LOW_RANK_HEAD = ("optimizer=tsr", "rank.head=64")
 SLIM = (*LOW_RANK_HEAD, "refresh.head=100", "refresh.embedding=100", "comm.dtype=bf16")
 
@@ -42,10 +45,10 @@ CONTESTANTS = {
         Contestant(name="adamw_late", overrides=("optimizer=adamw", *LATE)),
         Contestant(name="galore", overrides=("optimizer=galore", *EARLY)),
         Contestant(name="one_sided", overrides=("optimizer=one_sided", *EARLY)),
-        Contestant(name="tsr", overrides=("optimizer=tsr", *EARLY)),
-        Contestant(name="tsr_late", overrides=("optimizer=tsr", *LATE)),
-        Contestant(name="tsr_head", overrides=(*LOW_RANK_HEAD, *EARLY)),
-        Contestant(name="tsr_bf16", overrides=(*SLIM, *EARLY)),
+        Contestant(name="tsr", overrides=("optimizer=tsr", *EARLY_CORES)),
+        Contestant(name="tsr_late", overrides=("optimizer=tsr", *LATE_CORES)),
+        Contestant(name="tsr_head", overrides=(*LOW_RANK_HEAD, *EARLY_CORES)),
+        Contestant(name="tsr_bf16", overrides=(*SLIM, *EARLY_CORES)),
         Contestant(name="ddp_adamw", peer="none"),
         Contestant(name="ddp_bf16", peer="bf16"),
         Contestant(name="ddp_powersgd", peer="powersgd", rank=4),
