@@ -307,10 +307,9 @@ class LowRankAdam(torch.optim.Optimizer):
         return [torch.where(self.finite, tensor, 0) for tensor in tensors]
 
     def _task(self, block: Block, step: int) -> RefreshTask:
-        stack, index = self._places[block]
-        # A method may average this in place (`svd` does): projecting the mean later gives the same core as the mean of
-        # projections, so no copy is kept.
-        return RefreshTask(stack.gradient(index), block.rank, lambda: self._start(block, step))
+        # A method may average the gradient in place (`svd` does): projecting the mean later gives the same core as the
+        # mean of projections, so no copy is kept.
+        return RefreshTask(_gradient(block), block.rank, lambda: self._start(block, step))
 
     def _samples_of(self, block: Block, step: int) -> Samples:
         stack, _ = self._places[block]

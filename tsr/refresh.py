@@ -27,7 +27,6 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -47,15 +46,23 @@ OnePassMethod = Callable[[Sequence["Samples"], "RefreshRule", Average], list["De
 
 @dataclass(frozen=True)
 class RefreshTask:
-    """One block that is due: its local gradient (m x n, at least fp32) and its rank."""
+    """One block that is due: its local gradient (m x n, of any dtype) and its rank.
 
-    gradient: Tensor
+    ``gradient`` and ``start`` are made when a method asks for them, so that not all blocks have theirs at once.
+    """
+
+    local: Tensor
     rank: int
     draw: Callable[[], Tensor]
 
-    @cached_property
+    @property
+    def gradient(self) -> Tensor:
+        """The local gradient in at least fp32; itself if it is that already."""
+        return self.local.to(torch.promote_types(self.local.dtype, torch.float32))
+
+    @property
     def start(self) -> Tensor:
-        """What a sketch multiplies (n x k), the same on every worker; drawn when a method asks for it."""
+        """What a sketch multiplies (n x k), the same on every worker."""
         return self.draw()
 
 

@@ -8,6 +8,7 @@ process of its own, with activation checkpointing: its peak of resident memory b
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import subprocess
@@ -51,6 +52,8 @@ def gradient_memory(*overrides: str, passes: int, length: int) -> dict[str, int]
         optimizer.begin(passes)
         for batch in torch.randint(config["model"]["vocab_size"], (passes, 1, length)):
             loss_of(model, batch).backward()
+        del model, optimizer  # whose hooks hold each other, before others are made
+        gc.collect()
     return peaks
 
 
