@@ -64,7 +64,7 @@ def test_the_steps_command_writes_its_table(
     )
     monkeypatch.setitem(steps.METHODS, "tsr_head", ("optimizer=tsr", "rank.head=4"))
     (readme := tmp_path / "README.md").write_text("<!-- begin steps -->\n<!-- end steps -->\n")
-    arguments = ["--out", str(tmp_path), "--tokens", "32", "--length", "16", "--repeats", "1"]
+    arguments = ["--out", str(tmp_path), "--tokens", "32", "--loop-tokens", "32", "--length", "16", "--repeats", "1"]
     assert steps.main([*arguments, "--readme", str(readme), "steps"]) == 0
     result = json.loads((tmp_path / "steps-llama_60m.json").read_text())
     assert set(result["mean"]) == {"adamw", "tsr", "tsr_head", "torch_fused", "torch_foreach"}
