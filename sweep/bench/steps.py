@@ -207,10 +207,11 @@ def table(result: Mapping[str, Any]) -> Table:
         )
     columns = ("", "ordinary (s)", "mean (s)", "heaviest (s)", "mean, % of forward and backward", "state (MB)")
     ours, plain = loops["ours"], loops["plain"]
+    ours, plain = loops["ours"], loops["plain"]
     note = (
         f"One process, {result['tokens']} tokens; means weighed by the schedule of {INTERVAL} steps. Tokens a second "
-        f"with AdamW, at {result['loop_tokens']} a step: {ours:.0f} in this project's training loop, {plain:.0f} in a plain "
-        f"one with DDP ({ours / plain:.3f})."
+        f"with AdamW, at {result['loop_tokens']} a step: {ours:.0f} in this project's training loop, {plain:.0f} in a "
+        f"plain one with DDP ({ours / plain:.3f})."
     )
     return Table(f"Optimizer steps at the shapes of {result['model']}", columns, tuple(rows), (note,))
 
