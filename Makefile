@@ -45,15 +45,12 @@ proxy: $(STAMP) ## tune four methods on a small LLaMA, then seeds and ablations 
 
 # Timings need a machine with nothing else on it. A bench that is started again goes on with what is missing.
 BENCH := reports/bench
-bench: $(STAMP) ## measure steps, memory and time to a loss on limited links (root, Linux, hours on 2 cores) into README.md
+bench: $(STAMP) ## measure steps on limited links (root, Linux, an hour on 2 cores), optimizer steps and memory into reports/bench
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH)
-	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH) --rates none,1000 --methods adamw_late,tsr_late --readme README.md bench
-	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.loss --out $(BENCH) --target 6 --readme README.md bench-loss
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH) --rates none,1000 --methods adamw_late,tsr_late
+	$(PY) -m sweep.bench.cost $(BENCH)/bench.csv --out $(BENCH)
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.steps --out $(BENCH) --readme README.md bench-steps
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.memory --out $(BENCH) --readme README.md bench-memory
-	$(PY) -m sweep.bench.cost $(BENCH)/bench.csv --out $(BENCH) --readme README.md bench-cost
-	mkdir -p sweep/results/bench
-	cp $(addprefix $(BENCH)/*.,csv md json png pdf) sweep/results/bench
 
 # One thread a process: the workers that tests start share the cores with pytest-xdist's own.
 test: $(STAMP) ## run the whole test suite

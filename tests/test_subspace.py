@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tsr.subspace import Basis, core_shape, fix_signs, lift, orthonormalise, project, rotate, sides
+from tsr.subspace import Basis, are_finite, core_shape, fix_signs, lift, orthonormalise, project, rotate, sides
 
 SHAPES = [(7, 5), (5, 7), (6, 6)]
 RANK = 3
@@ -129,3 +129,13 @@ def test_signs_of_singular_vectors_do_not_depend_on_the_library() -> None:
     assert flipped.right is not None and torch.equal(basis.left, flipped.left)
     assert torch.equal(basis.right, flipped.right)
     assert_close(basis.left * values @ basis.right.mT, matrix)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_are_finite_finds_every_such_element_and_no_large_one(dtype: torch.dtype, value: float) -> None:
+    large = torch.full((3, 4), torch.finfo(dtype).max, dtype=dtype)  # of which no norm is finite
+    low, bad = torch.full((5,), torch.finfo(dtype).min, dtype=dtype), torch.zeros(70, dtype=dtype)
+    assert are_finite([large, low, bad]).tolist() == [True, True, True]
+    bad[66] = value
+    assert are_finite([large, bad, low]).tolist() == [True, False, True]

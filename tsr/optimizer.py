@@ -12,7 +12,6 @@ branched around, and `LowRankAdam.finite` says so when it is read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ from tsr.communicator import Communicator, Message
 from tsr.outbox import Outbox, project
 from tsr.refresh import METHODS, ONE_PASS, Average, Decomposition, RefreshRule, RefreshTask, Samples, gaussian
 from tsr.stacks import RIGHT, Stack, make_stacks
-from tsr.subspace import Basis, lift, rotate, sides
+from tsr.subspace import Basis, are_finite, lift, rotate, sides
 
 REDUCTIONS = ("dense", "projected")
 MOMENTS = ("keep", "rotate", "reset")
@@ -303,7 +302,7 @@ class LowRankAdam(torch.optim.Optimizer):
 
     def _finite_or_zero(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors, or zeros if one is not finite: a factorisation of such values would raise, or wait."""
-        self.finite = self.finite & torch.isfinite(torch.stack(torch._foreach_norm(list(tensors), ord=math.inf))).all()
+        self.finite = self.finite & are_finite(tensors).all()
         return [torch.where(self.finite, tensor, 0) for tensor in tensors]
 
     def _task(self, block: Block, step: int) -> RefreshTask:

@@ -107,3 +107,12 @@ def each(function: Callable[..., Sequence[Tensor]], *operands: Sequence[Tensor])
         for index, own in zip(indices, zip(*(part.unbind() for part in parts), strict=True), strict=True):
             results[index] = own
     return results
+
+
+def are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Of each tensor (not empty), whether all elements are finite: bool, as many as tensors; waits for no device.
+
+    The extremes are NaN or infinite exactly if an element is. A norm could overflow, or takes ten times as long.
+    """
+    extremes = [torch.stack(tensor.aminmax()).double() for tensor in tensors]
+    return torch.isfinite(torch.stack(extremes)).all(dim=1)

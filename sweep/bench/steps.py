@@ -44,7 +44,7 @@ METHODS = {
     "tsr_head": ("optimizer=tsr", "rank.head=64"),
 }
 INTERVAL = 100
-LOOP_STEPS = 4
+LOOP_STEPS = 10
 
 
 def alternate(pieces: Mapping[str, Callable[[], None]], *, repeats: int) -> dict[str, float]:
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--out", type=Path, required=True, metavar="DIR", help="where steps.json goes")
     add("--model", default="llama_60m", help="of experiment=table3")
     add("--tokens", type=int, default=4096, help="of forward and backward")
-    add("--loop-tokens", type=int, default=1024, help="of a step of the training loops")
+    add("--loop-tokens", type=int, default=512, help="of a step of the training loops")
     add("--length", type=int, default=256, help="tokens of a row")
     add("--repeats", type=int, default=5, help="measurements of each piece")
     add("--readme", nargs=2, metavar=("FILE", "NAME"), help="put the table between FILE's <!-- begin/end NAME -->, too")

@@ -28,6 +28,7 @@ from tsr.harness.checkpoint import Checkpoint
 from tsr.harness.mirror import Mirror
 from tsr.harness.rundir import LOGGER, RunDirectory
 from tsr.harness.settings import Schedule, TrainerSettings
+from tsr.subspace import are_finite
 
 ROLES_LOGGED = ("core", "sketch", "dense")
 HYPERPARAMETERS = {"lr", "betas", "eps", "weight_decay"}
@@ -399,8 +400,7 @@ def dropout_seed(*place: int) -> int:
 
 def first_non_finite(tensors: Sequence[Tensor]) -> Tensor:
     """1 + the index of the first tensor with an element that is NaN or infinite, or 0; does not wait for the device."""
-    # The largest magnitude is NaN or infinite exactly if an element is, and cannot overflow.
-    bad = ~torch.isfinite(torch.stack([value.float() for value in torch._foreach_norm(list(tensors), ord=math.inf)]))
+    bad = ~are_finite(tensors)
     return torch.where(bad.any(), bad.int().argmax() + 1, 0)
 
 
