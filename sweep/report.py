@@ -281,6 +281,19 @@ def fill(file: Path, name: str, text: str) -> str:
     return f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
 
 
+def check_place(readme: Sequence[str] | None) -> None:
+    """Raise as `fill` does, before anything is measured, if ``readme`` (file, name) is no place for a table."""
+    if readme:
+        fill(Path(readme[0]), readme[1], "")
+
+
+def put(readme: Sequence[str] | None, text: str) -> None:
+    """Write ``text`` into its place in ``readme`` (file, name), if there is to be one."""
+    if readme:
+        path = Path(readme[0])
+        path.write_text(fill(path, readme[1], text), encoding="utf-8")
+
+
 def unit_of(column: Column, *, largest: float) -> tuple[str, float]:
     """The header of a column and what to divide its values by: one unit for all, so that they compare at a glance."""
     if column.score:

@@ -251,14 +251,14 @@ def test_what_the_bench_measured_is_counted(method: str, payload: float, collect
 
 @pytest.mark.parametrize("method", ["adamw", "adamw_late", "galore", "one_sided", "tsr", "tsr_head", "tsr_bf16"])
 def test_payload_is_the_closed_form_over_an_interval(method: str) -> None:
-    """Steps 2 to 101, each computed on its own."""
+    """Steps 2 to 201, each computed on its own."""
     wanted = ("experiment=table3", "model.dtype=fp32", *SMALL)
     messages, _ = messages_of(CONTESTANTS[method], *wanted)
     config = compose(*wanted, *CONTESTANTS[method].overrides)
     optimizer = build_optimizer(config, build_model(config, "meta"), Communicator())
     choices = {"reduce": optimizer.options.reduce, "refresh": optimizer.refresh}
-    elements = sum(step_elements(optimizer.blocks, step, **choices).total() for step in range(2, 102))
-    assert messages.payload == elements / 100 * (2 if method == "tsr_bf16" else 4)
+    elements = sum(step_elements(optimizer.blocks, step, **choices).total() for step in range(2, 202))
+    assert messages.payload == elements / 200 * (2 if method == "tsr_bf16" else 4)
     assert messages.overlapped == (method != "adamw_late")
     refreshes = method in ("tsr", "tsr_head")  # the embedding's, every other step, of a round of two
     assert messages.collectives == (2.0 if refreshes else 1.02 if method == "tsr_bf16" else 1.0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sweep.bench import memory, steps
 from sweep.bench.memory import gradient_memory
-from sweep.bench.steps import INTERVAL, alternate, kinds_of, model_of
+from sweep.bench.steps import alternate, model_of
 from train import build_optimizer
 from tsr import Communicator
 
@@ -30,14 +31,6 @@ def test_pieces_take_turns_and_the_first_turn_does_not_count(monkeypatch: pytest
     found = alternate({"slow": lambda: piece("slow", slow), "fast": lambda: piece("fast", fast)}, repeats=3)
     assert found == {"slow": 2.0, "fast": 0.5}
     assert order == ["slow", "fast"] * 4
-
-
-def test_kinds_of_steps_are_weighed_by_the_schedule() -> None:
-    config, model = model_of(*SMALL, "optimizer=tsr", "rank.linear=8", "rank.embedding=4", "refresh.linear=50")
-    kinds = kinds_of(build_optimizer(config, model, Communicator()))
-    # Steps 2 to 101: the embedding refreshes on odd ones, the linears on 51 and 101, which are odd.
-    assert kinds == {2: 50, 3: 48, 51: 2}
-    assert kinds.total() == INTERVAL
 
 
 def test_memory_of_gradients_is_all_of_them_or_the_largest_and_the_cores() -> None:
@@ -94,3 +87,32 @@ def test_what_adamw_would_take_is_twelve_bytes_a_parameter() -> None:
     parameters = 2 * 32_000 * 512 + layers + 512
     assert memory.predicted("llama_60m", "adamw") == pytest.approx(12 * parameters, rel=1e-6)
     assert memory.predicted("llama_60m", "tsr") < 10 * parameters
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "said"),
+    [
+        (steps.main, ["--model", "gpt"], "model=gpt"),
+        (steps.main, ["--length", "0"], "--length must be from 1"),
+        (steps.main, ["--tokens", "16"], "--length must be from 1 to --tokens"),
+        (steps.main, ["--repeats", "0"], "--repeats from 1"),
+        (steps.main, ["--readme", "nowhere.md", "steps"], "--readme: 'nowhere.md' needs"),
+        (memory.main, ["--models", "llama_60m,gpt"], "model=gpt"),
+        (memory.main, ["--step", "gpt"], "model=gpt"),
+        (memory.main, ["--passes", "0"], "--length and --passes must be from 1, got 256 and 0"),
+        (memory.main, ["--readme", "nowhere.md", "memory"], "--readme: 'nowhere.md' needs"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_measured(
+    command: Callable[[list[str]], int],
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(["--out", str(tmp_path / "out"), *arguments]) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert said in error
+    assert "\n" not in error
+    assert not (tmp_path / "out").exists()

@@ -464,3 +464,10 @@ def test_step_hooks_run_once() -> None:
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     optimizer.step()
     assert calls == [1]
+
+
+def test_the_schedule_has_every_kind_of_step_until_it_repeats() -> None:
+    optimizer = make_optimizer("low_rank_head", make_toy(), refresh={"linear": 6, "embedding": 4, "head": 3})
+    # Steps 2 to 13: linears at 7 and 13, the embedding at 5, 9 and 13, the head at 4, 7, 10 and 13.
+    assert optimizer.schedule() == {2: 6, 4: 2, 5: 2, 7: 1, 13: 1}
+    assert make_optimizer("adamw", make_toy()).schedule() == {2: 1}

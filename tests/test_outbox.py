@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import VARIANTS, Toy, backward, make_optimizer, make_toy, run
-from tsr import Communicator, LowRankAdam
+from tsr import TSR, Communicator, LowRankAdam
 from tsr.communicator import Round
 
 STEPS = 7  # all kinds of steps: the intervals are 2 and 3
@@ -261,3 +261,27 @@ def test_an_ordinary_step_reads_no_tensor(variant: str) -> None:
         with NoWaiting():
             optimizer.step()
         optimizer.zero_grad()
+
+
+def test_equal_blocks_give_the_same_bits_one_by_one_and_stacked() -> None:
+    """With overlap each is projected when its gradient is there, without it a stack at once."""
+    trained = []
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(5)))
+        optimizer = TSR(
+            model,
+            roles={"linear": [name for name, _ in model.named_parameters()]},
+            rank={"linear": 24},
+            refresh={"linear": 3},
+            communicator=Communicator(overlap=overlap, bucket_mib=0.005),
+        )
+        assert len(optimizer._stacks) == 1
+        for step in range(5):
+            optimizer.zero_grad()
+            optimizer.begin(1)
+            model(torch.randn(32, 96, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            optimizer.step()
+        trained.append(model.state_dict())
+    for name, plain in trained[0].items():
+        assert torch.equal(plain, trained[1][name]), name

@@ -12,6 +12,8 @@ branched around, and `LowRankAdam.finite` says so when it is read.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +28,7 @@ from tsr.checks import is_number
 from tsr.communicator import Communicator, Message
 from tsr.outbox import Outbox, project
 from tsr.refresh import METHODS, ONE_PASS, Average, Decomposition, RefreshRule, RefreshTask, Samples, gaussian
-from tsr.stacks import RIGHT, Stack, make_stacks
+from tsr.stacks import FIRST_MOMENT, RIGHT, SECOND_MOMENT, Stack, make_stacks, parts
 from tsr.subspace import Basis, are_finite, lift, rotate, sides
 
 REDUCTIONS = ("dense", "projected")
@@ -138,7 +140,7 @@ class LowRankAdam(torch.optim.Optimizer):
         self.refresh = refresh or RefreshRule()
         self.communicator = communicator or Communicator()
         self.grad_norm = torch.zeros(())  # of the last step's averaged messages, before clipping
-        self.finite = torch.ones((), dtype=torch.bool)  # whether they were; if not, the step changed nothing
+        self.finite = torch.ones((), dtype=torch.bool)  # whether they were; if not, the step changed its number alone
         self._intervals = sorted({(block.interval, block.offset) for block in self.blocks if block.is_low_rank})
         factors = lr_factors or {}
         groups: list[dict[str, Any]] = [
@@ -188,6 +190,12 @@ class LowRankAdam(torch.optim.Optimizer):
         """What distinguishes the messages of ``step`` (from 1): which refreshes fall due."""
         return tuple(self.refresh.due(step, *interval) for interval in self._intervals)
 
+    def schedule(self) -> Counter[int]:
+        """The kinds of steps from 2 on: a step of each, and how many of it there are until the schedule repeats."""
+        period = math.lcm(*(interval for interval, _ in self._intervals))
+        first: dict[Hashable, int] = {}
+        return Counter(first.setdefault(self.step_kind(step), step) for step in range(2, 2 + period))
+
     def begin(self, passes: int) -> None:
         """Announce a step of ``passes`` backward passes, before the first of them; without it all waits for `step`.
 
@@ -227,7 +235,7 @@ class LowRankAdam(torch.optim.Optimizer):
                 block.parameter.grad = torch.zeros_like(block.parameter)
 
         self.finite = torch.ones((), dtype=torch.bool, device=self.blocks[0].parameter.device)
-        before = [(value, value.clone()) for block in due for value in self._state_of(block).values()]
+        before = [(value, value.clone()) for block in due for value in self._changed_by_refresh(block)]
         self._outbox.send(refreshed=False)
         cores = [stack.core for stack in self._stacks]
         if self.options.reduce == "dense":
@@ -248,7 +256,8 @@ class LowRankAdam(torch.optim.Optimizer):
         for block in self._places:
             block.parameter.grad = None
         for group in self.param_groups:
-            self._update_dense([block for block in self._dense if block.role == group["role"]], group)
+            for blocks in parts([block for block in self._dense if block.role == group["role"]]):
+                self._update_dense(blocks, group)
             for stack in self._stacks:
                 if stack.role == group["role"]:
                     self._update(stack, group, step)
@@ -268,6 +277,11 @@ class LowRankAdam(torch.optim.Optimizer):
     def _state_of(self, block: Block) -> dict[str, Tensor]:
         stack, index = self._places[block]
         return stack.state(index)
+
+    def _changed_by_refresh(self, block: Block) -> list[Tensor]:
+        state = self._state_of(block)
+        kept = (FIRST_MOMENT, SECOND_MOMENT) if self.options.moments == "keep" else ()
+        return [value for key, value in state.items() if key not in kept]
 
     def _refresh(self, due: Sequence[Block], step: int, *, local: bool) -> None:
         """Give the blocks that are due a new basis, and carry or drop their moments."""
@@ -371,8 +385,6 @@ class LowRankAdam(torch.optim.Optimizer):
                 tensor.mul_(factor.to(tensor.dtype))
 
     def _update_dense(self, blocks: Sequence[Block], group: dict[str, Any]) -> None:
-        if not blocks:
-            return
         # The function and not the class: as a base class, AdamW runs step hooks twice and cannot load cores.
         states = [self.state[block.parameter] for block in blocks]
         wide = [block.parameter.to(state["exp_avg"].dtype) for block, state in zip(blocks, states, strict=True)]

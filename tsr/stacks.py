@@ -96,10 +96,18 @@ def make_stacks(blocks: Iterable[Block]) -> list[Stack]:
             alike.setdefault((block.role, block.shape, block.subspace, block.rank, block.interval, place), []).append(
                 block
             )
-    return [Stack(part) for members in alike.values() for part in _parts(members)]
+    return [Stack(part) for members in alike.values() for part in parts(members)]
 
 
-def _parts(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
-    count = max(1, LIMIT // blocks[0].parameter.numel())
-    for start in range(0, len(blocks), count):
-        yield blocks[start : start + count]
+def parts(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+    """The blocks in runs of `LIMIT` elements at most each, or of one block."""
+    run: list[Block] = []
+    elements = 0
+    for block in blocks:
+        if run and elements + block.parameter.numel() > LIMIT:
+            yield run
+            run, elements = [], 0
+        run.append(block)
+        elements += block.parameter.numel()
+    if run:
+        yield run

@@ -19,11 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sweep.bench.cells import CONTESTANTS, Contestant, Loopback, Row, Work, run_cell
-from sweep.bench.network import HostFailed, Link, Network, NetworkUnavailable, why_not
+from sweep.bench.cells import CONTESTANTS, Contestant, Loopback, Row, Work, overrides, run_cell
+from sweep.bench.network import MAX_HOSTS, HostFailed, Link, Network, NetworkUnavailable, why_not
 from sweep.bench.report import write
 from sweep.bench.rows import read_rows, write_rows
 from sweep.cells import compose
+from sweep.report import check_place
 from train import count
 
 RESULTS = "bench.csv"
@@ -62,11 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         plan = _plan(options)
+        check_place(options.readme)
         if not plan.loopback and (reason := why_not()):
             print(f"skipped: {reason}; --loopback needs neither root nor ip", file=sys.stderr)
             return 1
         options.out.mkdir(parents=True, exist_ok=True)
-        _keep(plan.work, options.out / WORK)
+        _keep(plan, options.out / WORK)
         results = options.out / RESULTS
         _measure(plan, results, options.out / "cells")
         order = {name: index for index, name in enumerate(CONTESTANTS)}
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         judge = "workers' own TCP sockets" if plan.loopback else "hosts' interfaces"
         title = f"{options.model}, {plan.work.rows} × {plan.work.length} tokens × {plan.work.passes} a worker and step"
-        write(rows, options.out, title=title, interval=plan.work.interval, judge_name=judge, readme=options.readme)
+        write(rows, options.out, title=title, judge_name=judge, readme=options.readme)
     except (HostFailed, TimeoutError, subprocess.TimeoutExpired, NetworkUnavailable, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -93,35 +95,38 @@ def _plan(options: argparse.Namespace) -> Plan:
     if options.loopback and rates != [None]:
         raise ValueError(f"--loopback limits no rate: --rates must be none, got {options.rates}")
     work = Work(
-        overrides=(f"experiment={options.experiment}", f"model={options.model}", "model.dtype=fp32", *options.set),
+        overrides=(f"experiment={options.experiment}", f"model={options.model}", "model.dtype=fp32"),
+        more=tuple(options.set),
         rows=options.rows,
         length=options.length,
         passes=options.passes,
         repeats=options.repeats,
     )
     for contestant in contestants:
-        count(compose(*work.overrides, *contestant.overrides, "dry_run=true", "world_size=2"))
+        count(compose(*overrides(work, contestant), "dry_run=true", "world_size=2"))
     return Plan(workers=workers, rates=rates, contestants=contestants, work=work, loopback=options.loopback)
 
 
-def _keep(work: Work, path: Path) -> None:
-    """Write what a step is, or see that it is the same as in the cells that are there."""
-    text = json.dumps(asdict(work), indent=2) + "\n"
+def _keep(plan: Plan, path: Path) -> None:
+    """Write what a step is and where it runs, or see that it is the same as in the cells that are there."""
+    contestants = {name: contestant.overrides for name, contestant in CONTESTANTS.items()}
+    same = {"work": asdict(plan.work), "loopback": plan.loopback, "contestants": contestants}
+    text = json.dumps(same, indent=2) + "\n"
     if path.is_file() and path.read_text(encoding="utf-8") != text:
-        raise ValueError(f"--out: {path} is of a bench with another step; give another folder, or remove it")
+        raise ValueError(f"--out: {path} is of another bench; give another folder, or remove it")
     path.write_text(text, encoding="utf-8")
 
 
 def _listed(key: str, text: str, read: Callable[[str], Any]) -> list[Any]:
     try:
-        return [read(part.strip()) for part in text.split(",")]
+        return list(dict.fromkeys(read(part.strip()) for part in text.split(",")))
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
 
 
 def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise ValueError(f"each must be a whole number from 2, got {text!r}")
+    if not text.isdecimal() or not 2 <= int(text) <= MAX_HOSTS:
+        raise ValueError(f"each must be a whole number from 2 to {MAX_HOSTS}, got {text!r}")
     return int(text)
 
 

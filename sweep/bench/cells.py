@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sweep.bench.network import HostFailed, Link, Network
+from sweep.bench.network import HostFailed, Link, Network, tail, until_death
 from sweep.bench.worker import Spec
 
 PORT = 29500
@@ -58,19 +58,19 @@ CONTESTANTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What every cell of a bench has in common; ``overrides`` choose the model and ranks."""
+    """What every cell of a bench has in common; ``overrides`` choose the model and ranks, ``more`` wins over all."""
 
     overrides: tuple[str, ...]
+    more: tuple[str, ...] = ()
     rows: int
     length: int
     passes: int
     repeats: int
-    interval: int = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A cell: seconds and bytes of a step, weighed over the kinds of steps of one interval, the first step left out.
+    """A cell: seconds and bytes of a step, weighed by the method's schedule, the first step left out.
 
     Medians over the repeats of a kind, of the slowest worker each. ``collectives`` are all-reduces a step;
     ``overlapped``: they begin while backward goes on. ``wire_ratio`` is the bytes that a worker's interface (or its
@@ -107,18 +107,22 @@ class Loopback:
         self.hosts = hosts
 
 
+def overrides(work: Work, contestant: Contestant) -> list[str]:
+    """Of the configuration: the experiment's, the contestant's, and last what was asked for."""
+    return [*work.overrides, *contestant.overrides, *work.more]
+
+
 def run_cell(place: Network | Loopback, contestant: Contestant, work: Work, folder: Path) -> Row:
     """Run a contestant on the hosts of a network as it stands, or on loopback."""
     folder.mkdir(parents=True, exist_ok=True)
     spec = Spec(
-        overrides=[*work.overrides, *contestant.overrides],
+        overrides=overrides(work, contestant),
         peer=contestant.peer,
         rank=contestant.rank,
         rows=work.rows,
         length=work.length,
         passes=work.passes,
         repeats=work.repeats,
-        interval=work.interval,
         interface=place.interface,
         out=str(folder),
     )
@@ -156,13 +160,18 @@ def launch(place: Network | Loopback, program: Sequence[str], *, log_dir: Path) 
         place.run(command, log_dir=log_dir, timeout_s=TIMEOUT_S, env=env)
         return
     log = log_dir / "workers.log"
-    local = [*torchrun, "--standalone", "--nproc-per-node", str(place.hosts), *program]
-    with log.open("wb") as output:
-        done = subprocess.run(
-            local, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env}, timeout=TIMEOUT_S
-        )
-    if done.returncode:
-        raise HostFailed(f"torchrun ended with {done.returncode}; see {log}")
+    local = [*until_death(), *torchrun, "--standalone", "--nproc-per-node", str(place.hosts), *program]
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(local, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env}) as process,
+    ):
+        try:
+            process.wait(TIMEOUT_S)
+        except BaseException:
+            process.terminate()  # torchrun ends its workers
+            raise
+    if process.returncode:
+        raise HostFailed(f"torchrun ended with {process.returncode};{tail(log)}")
 
 
 def _dropped(place: Network | Loopback) -> int:

@@ -31,7 +31,7 @@ from sweep.bench.forecast import (
 )
 from sweep.bench.report import BASELINE
 from sweep.bench.rows import read_rows, write_rows
-from sweep.report import fill
+from sweep.report import check_place, put
 from sweep.style import RC, Drawn, add_legend, format_bytes, legend_rows, method_style, new_figure, save
 from sweep.tables import Table
 
@@ -201,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 1, with the reason on stderr, if nothing can be fitted or predicted."""
     options = _parser().parse_args(arguments)
     try:
+        check_place(options.readme)
         cells = read_cells(options.bench)
         methods = _methods(options.methods, cells)
         sizes = _listed("--workers", options.workers, int)
@@ -238,14 +239,12 @@ def _report(
     tables = (parameters_table(fit(cells)), holdout_table(held), predictions_table(predicted), points)
     text = "\n".join(table.markdown() for table in tables)
     short = f"{error_line(held)}. {RULE}\n\n{points.markdown()}"
-    filled = fill(Path(options.readme[0]), options.readme[1], short) if options.readme else ""
     drawn = draw(found, places, crossovers, out, of=of)
     write_rows(out / "holdout.csv", held)
     write_rows(out / "predictions.csv", predicted)
     write_rows(out / "crossovers.csv", crossovers)
     (out / "cost.md").write_text(text, encoding="utf-8")
-    if options.readme:
-        Path(options.readme[0]).write_text(filled, encoding="utf-8")
+    put(options.readme, short)
     print(text)
     print(f"{drawn.png}: {drawn.caption}")
 

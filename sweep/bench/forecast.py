@@ -9,8 +9,7 @@ other machines, by their speed. On links faster than 1 / transfer, predictions s
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from scipy.optimize import brentq
 from torch import Size, Tensor
 
-from sweep.bench.cells import CONTESTANTS, Contestant, Row, Work
+from sweep.bench.cells import CONTESTANTS, Contestant, Row
 from sweep.bench.cost_model import CostModel, Messages, Place, Times, fit
 from sweep.bench.oracle import CollectiveOracle
 from sweep.bench.report import BASELINE
@@ -69,9 +68,7 @@ def _dry_run(config: dict[str, Any]) -> Messages:
     with fake_workers(2):
         model, communicator = build_model(config, "meta"), Communicator(**config["comm"])
         optimizer = build_optimizer(config, model, communicator)
-        first: dict[Hashable, int] = {}
-        steps = range(2, 2 + Work.interval)
-        times = Counter(first.setdefault(optimizer.step_kind(step), step) for step in steps)
+        times = optimizer.schedule()
         payload = collectives = 0
         for step, count in times.items():
             for parameter in model.parameters():
@@ -82,7 +79,7 @@ def _dry_run(config: dict[str, Any]) -> Messages:
             payload += oracle.total * count
             collectives += oracle.calls.total() * count
     return Messages(
-        payload=payload / Work.interval, collectives=collectives / Work.interval, overlapped=communicator.overlap
+        payload=payload / times.total(), collectives=collectives / times.total(), overlapped=communicator.overlap
     )
 
 

@@ -15,23 +15,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sweep.bench.cells import EARLY, launch
+from sweep.bench.cells import launch
 from sweep.bench.network import HostFailed, Link, Network, NetworkUnavailable, why_not
 from sweep.bench.rows import read_rows, write_rows
 from sweep.cells import compose
-from sweep.report import fill
+from sweep.report import check_place, put
 from sweep.tables import Table
+from tsr.harness.settings import config_hash
 
 BASELINE = "adamw"
 RESULTS = "loss.csv"
+SMALL_BUCKETS = ("comm.overlap=true", "comm.bucket_mib=1")  # for models of a few MB
 # On the scale of experiment=proxy.
 SLIM = (
     *("optimizer=tsr", "rank.head=64", "refresh.embedding=20", "refresh.head=20", "comm.dtype=bf16"),
-    *("lr_factor.head=1.0", "comm.overlap=true", "comm.bucket_mib=1"),
+    *SMALL_BUCKETS,
 )
 METHODS: Mapping[str, tuple[str, ...]] = {
-    "adamw": ("optimizer=adamw", *EARLY),
-    "tsr": ("optimizer=tsr", *EARLY),
+    "adamw": ("optimizer=adamw", *SMALL_BUCKETS),
+    "tsr": ("optimizer=tsr", *SMALL_BUCKETS),
     "tsr_bf16": SLIM,
 }
 
@@ -78,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--readme", nargs=2, metavar=("FILE", "NAME"), help="put the table between FILE's <!-- begin/end NAME -->, too")
     options = parser.parse_args(arguments)
     try:
-        rates = [Link(rate_mbit=float(rate)) for rate in options.rates.split(",")]
+        check_place(options.readme)
+        rates = [link_of(rate) for rate in options.rates.split(",")]
         if unknown := [name for name in options.methods.split(",") if name not in METHODS]:
             raise ValueError(f"--methods: each must be one of {', '.join(METHODS)}, got {unknown[0]!r}")
         if options.workers < 2:
@@ -107,19 +110,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(_line(found), flush=True)
         text = table(done).markdown()
         (options.out / "loss.md").write_text(text, encoding="utf-8")
-        if options.readme:
-            path = Path(options.readme[0])
-            path.write_text(fill(path, options.readme[1], text), encoding="utf-8")
+        put(options.readme, text)
     except (HostFailed, TimeoutError, NetworkUnavailable, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
+def link_of(rate: str) -> Link:
+    """A link of so many Mbit/s."""
+    try:
+        return Link(rate_mbit=float(rate))
+    except ValueError:
+        raise ValueError(f"--rates: each must be Mbit/s between 0.1 and 100000, got {rate!r}") from None
+
+
 def run(network: Network, name: str, job: Sequence[str], *, target: float, out: Path) -> Reached:
     """Train on the network as it stands; a run that was killed goes on, one that is done is read."""
     rate = network.link.rate_mbit
-    runs = out / "runs" / f"{network.hosts}x{rate:g}" / name
+    runs = out / "runs" / f"{network.hosts}x{rate:g}" / name / config_hash(compose(*job))
     runs.mkdir(parents=True, exist_ok=True)
     launch(network, ["train.py", *job, f"runs_dir={runs.resolve()}"], log_dir=runs)
     (metrics,) = runs.glob("*/metrics.jsonl")
@@ -142,18 +151,19 @@ def run(network: Network, name: str, job: Sequence[str], *, target: float, out: 
 def table(rows: Sequence[Reached]) -> Table:
     """One row a run; the last column is AdamW's time over the method's."""
     columns = (
-        *("workers", "Mbit/s", "method", "steps to target", "seconds", "payload (MB)", "median step (s)"),
+        *("workers", "Mbit/s", "target", "method", "steps to target", "seconds", "payload (MB)", "median step (s)"),
         *("lowest loss", f"{BASELINE}'s time ×"),
     )
-    baseline = {(row.workers, row.rate_mbit): row for row in rows if row.method == BASELINE}
+    baseline = {(row.workers, row.rate_mbit, row.target): row for row in rows if row.method == BASELINE}
     lines = []
     for row in rows:
-        other = baseline.get((row.workers, row.rate_mbit))
+        other = baseline.get((row.workers, row.rate_mbit, row.target))
         ratio = other.seconds / row.seconds if other and other.seconds and row.seconds else None
         lines.append(
             (
                 str(row.workers),
                 f"{row.rate_mbit:g}",
+                f"{row.target:g}",
                 row.method,
                 "never" if row.steps is None else str(row.steps),
                 "-" if row.seconds is None else f"{row.seconds:.1f}",
@@ -163,9 +173,8 @@ def table(rows: Sequence[Reached]) -> Table:
                 "-" if ratio is None else f"{ratio:.2f}",
             )
         )
-    target = " and ".join(sorted({f"{row.target:g}" for row in rows}))
     note = "Steps, seconds and bytes of a worker up to the first evaluation at the target; evaluations are not timed."
-    return Table(f"Time to an evaluation loss of {target}", columns, tuple(lines), (note,))
+    return Table("Time to an evaluation loss", columns, tuple(lines), (note,))
 
 
 def _key(row: Reached) -> tuple[object, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -21,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sweep.bench.network import until_death
 from sweep.bench.steps import loss_of, model_of
 from sweep.cells import compose
-from sweep.report import fill
+from sweep.report import check_place, put
 from sweep.tables import Table
 from train import build_optimizer, count
 from tsr import Communicator, LowRankAdam
@@ -75,8 +75,14 @@ def one_step(model_name: str, *, length: int) -> dict[str, float]:
         "finite": float(optimizer.finite),
         "forward_backward_s": middle - start,
         "optimizer_s": end - middle,
-        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "peak_bytes": peak_bytes(),
     }
+
+
+def peak_bytes() -> int:
+    """The most that this process has had resident; Linux counts a parent's into getrusage's figure, so not that one."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def predicted(model_name: str, method: str) -> int:
@@ -88,8 +94,9 @@ def predicted(model_name: str, method: str) -> int:
 
 def step_apart(model_name: str, *, length: int) -> dict[str, Any]:
     """`one_step` in a process of its own, and what is predicted for tsr and adamw."""
-    own = [sys.executable, "-m", "sweep.bench.memory", "--one-step", model_name, "--length", str(length)]
-    done = subprocess.run(own, check=True, stdout=subprocess.PIPE, text=True)
+    own = [*until_death(), sys.executable, "-m", "sweep.bench.memory"]
+    step = [*own, "--one-step", model_name, "--length", str(length)]
+    done = subprocess.run(step, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return {**result, "predicted": {method: predicted(model_name, method) for method in ("tsr", "adamw")}}
 
@@ -133,6 +140,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.one_step:
         print(json.dumps(one_step(options.one_step, length=options.length)))
         return 0
+    models, large = options.models.split(","), [options.step] if options.step else []
+    try:
+        check_place(options.readme)
+        if min(options.length, options.passes) < 1:
+            raise ValueError(f"--length and --passes must be from 1, got {options.length} and {options.passes}")
+        for model in (*models, *large):
+            predicted(model, "tsr")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     gradients = {
         model: {
             name: gradient_memory(
@@ -142,16 +159,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             for name, head in HEADS.items()
         }
-        for model in options.models.split(",")
+        for model in models
     }
-    steps = {model: step_apart(model, length=options.length) for model in filter(None, [options.step])}
+    steps = {model: step_apart(model, length=options.length) for model in large}
     result = {"passes": options.passes, "length": options.length, "gradients": gradients, "steps": steps}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "memory.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     text = table(result).markdown()
-    if options.readme:
-        readme = Path(options.readme[0])
-        readme.write_text(fill(readme, options.readme[1], text), encoding="utf-8")
+    put(options.readme, text)
     print(text)
     return 0
 

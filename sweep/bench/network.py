@@ -214,7 +214,7 @@ class Network:
             while running := [host for host, process in enumerate(processes) if process.poll() is None]:
                 _raise_failures(processes, logs)
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"after {timeout_s:g} s host {running[0]} still runs;{_tail(logs[running[0]])}")
+                    raise TimeoutError(f"after {timeout_s:g} s host {running[0]} still runs;{tail(logs[running[0]])}")
                 time.sleep(POLL_SECONDS)
             _raise_failures(processes, logs)
         except BaseException:
@@ -451,10 +451,9 @@ def _kill(namespaces: Sequence[str]) -> None:
 
 def _start(command: Sequence[str], *, namespace: str, log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """A process on a host, in a group of its own. Where ``setpriv`` is, even a kill -9 of this process ends it."""
-    until_death = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
     with log.open("wb") as output:
         return subprocess.Popen(
-            ["ip", "netns", "exec", namespace, *until_death, *command],
+            ["ip", "netns", "exec", namespace, *until_death(), *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -485,7 +484,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
 
 def _raise_failures(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> None:
     failed = [
-        f"host {host} ended with {_status(process.returncode)};{_tail(log)}"
+        f"host {host} ended with {_status(process.returncode)};{tail(log)}"
         for host, (process, log) in enumerate(zip(processes, logs, strict=True))
         if process.returncode not in (None, 0)
     ]
@@ -497,7 +496,13 @@ def _status(returncode: int) -> str:
     return f"exit status {returncode}" if returncode > 0 else signal.Signals(-returncode).name
 
 
-def _tail(log: Path) -> str:
+def until_death() -> list[str]:
+    """What to put before a command so that it gets SIGTERM when this process dies, even by kill -9, if it can be."""
+    return ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+
+
+def tail(log: Path) -> str:
+    """The end of a log, for an error's message."""
     lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
     return f" {log} ends with:\n" + "\n".join(lines) if lines else f" {log} is empty"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sweep.bench.cells import Row
-from sweep.report import fill
+from sweep.report import put
 from sweep.style import Drawn, add_legend, legend_rows, new_figure, save
 from sweep.tables import Table
 
@@ -30,7 +30,7 @@ PARTS = {"compute_s": "forward, backward", "optimizer_s": "optimizer", "communic
 COLOURS = ("#56B4E9", "#E69F00", "#999999")
 BAR_PANELS = 0.11  # of a panel's height, for a bar
 NOTE = (
-    "Seconds and bytes of a step, medians weighed by a method's schedule over {interval} steps, the first left out. "
+    "Seconds and bytes of a step, medians weighed by the method's schedule, the first step left out. "
     "Payload: what a worker hands over. Wire: bytes of the {judge} over payload × 2(N−1)/N. "
     "Bound: the larger of work (forward, backward, optimizer on an unlimited link) and payload × 2(N−1)/N ÷ goodput. "
     f"The last columns are {BASELINE}'s figure over the method's, and with ddp_bf16 in its place."
@@ -68,7 +68,7 @@ def _bound(row: Row, unlimited: Row | None) -> float | None:
     return max(unlimited.compute_s + unlimited.optimizer_s, wire / (row.goodput_mbit * 1e6))
 
 
-def table(rows: Sequence[Row], *, title: str, interval: int, judge_name: str) -> Table:
+def table(rows: Sequence[Row], *, title: str, judge_name: str) -> Table:
     """One row a cell, by workers, rate and the order of methods."""
     columns = (
         *("workers", "Mbit/s", "goodput", "method", "step (s)", "compute", "optimizer", "communication"),
@@ -96,7 +96,7 @@ def table(rows: Sequence[Row], *, title: str, interval: int, judge_name: str) ->
                 *(_ratio(judged.half, row, key) for key in ("payload", "communication_s")),
             )
         )
-    return Table(title, columns, tuple(lines), (NOTE.format(interval=interval, judge=judge_name),))
+    return Table(title, columns, tuple(lines), (NOTE.format(judge=judge_name),))
 
 
 def _ratio(of: Row | None, row: Row, key: str) -> str:
@@ -141,14 +141,10 @@ def _bars(axis: Axes, cells: Sequence[Judged]) -> None:
     axis.invert_yaxis()
 
 
-def write(
-    rows: Sequence[Row], out: Path, *, title: str, interval: int, judge_name: str, readme: tuple[str, str] | None
-) -> str:
+def write(rows: Sequence[Row], out: Path, *, title: str, judge_name: str, readme: tuple[str, str] | None) -> str:
     """Write bench.md and the figure into ``out``, and the table into ``readme`` (file, name); the table's text."""
-    text = table(rows, title=title, interval=interval, judge_name=judge_name).markdown()
-    filled = fill(Path(readme[0]), readme[1], text) if readme else ""
+    text = table(rows, title=title, judge_name=judge_name).markdown()
     (out / "bench.md").write_text(text, encoding="utf-8")
     draw(rows, out)
-    if readme:
-        Path(readme[0]).write_text(filled, encoding="utf-8")
+    put(readme, text)
     return text

@@ -29,7 +29,7 @@ from data import Batch
 from data.batches import GlobalStep
 from data.tasks import TASKS
 from sweep.cells import compose
-from sweep.report import fill
+from sweep.report import check_place, put
 from sweep.tables import Table
 from train import build_model, build_optimizer
 from tsr import Communicator, LowRankAdam
@@ -43,7 +43,6 @@ METHODS = {
     "tsr": ("optimizer=tsr",),
     "tsr_head": ("optimizer=tsr", "rank.head=64"),
 }
-INTERVAL = 100
 LOOP_STEPS = 10
 
 
@@ -71,10 +70,10 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return TASKS["pretrain"].objective(model, batch)[0].sum() / batch.loss_tokens
 
 
-def kinds_of(optimizer: LowRankAdam) -> Counter[int]:
-    """A step of each kind of steps 2 to 1 + `INTERVAL`, with how many there are of its kind."""
-    first: dict[Any, int] = {}
-    return Counter(first.setdefault(optimizer.step_kind(step), step) for step in range(2, 2 + INTERVAL))
+def forward_backward(model: nn.Module, tokens: Tensor) -> None:
+    """Forward, and backward into gradients that are not there yet."""
+    model.zero_grad(set_to_none=True)
+    loss_of(model, tokens).backward()
 
 
 def time_steps(model_name: str, *, tokens: int, length: int, repeats: int) -> dict[str, Any]:
@@ -106,15 +105,15 @@ def time_steps(model_name: str, *, tokens: int, length: int, repeats: int) -> di
         method = compose("experiment=table3", f"model={model_name}", "model.dtype=fp32", *overrides)
         optimizers[name] = build_optimizer(method, model, Communicator())
         numbered(optimizers[name], 1)()  # bases
-        weights[name] = kinds_of(optimizers[name])
+        weights[name] = optimizers[name].schedule()
         for number in weights[name]:
             pieces[f"{name}/{number}"] = numbered(optimizers[name], number)
     pieces["torch_fused"] = with_gradients(torch.optim.AdamW(model.parameters(), fused=True).step)
     pieces["torch_foreach"] = with_gradients(torch.optim.AdamW(model.parameters(), foreach=True).step)
-    pieces["forward_backward"] = lambda: loss_of(model, batch).backward()
+    pieces["forward_backward"] = lambda: forward_backward(model, batch)
     times = alternate(pieces, repeats=repeats)
     steps = {
-        name: sum(times[f"{name}/{number}"] * count for number, count in kinds.items()) / INTERVAL
+        name: sum(times[f"{name}/{number}"] * count for number, count in kinds.items()) / kinds.total()
         for name, kinds in weights.items()
     }
     parts = {name: [times[f"{name}/{number}"] for number in kinds] for name, kinds in weights.items()}
@@ -209,7 +208,7 @@ def table(result: Mapping[str, Any]) -> Table:
     ours, plain = loops["ours"], loops["plain"]
     ours, plain = loops["ours"], loops["plain"]
     note = (
-        f"One process, {result['tokens']} tokens; means weighed by the schedule of {INTERVAL} steps. Tokens a second "
+        f"One process, {result['tokens']} tokens; means weighed by a method's schedule. Tokens a second "
         f"with AdamW, at {result['loop_tokens']} a step: {ours:.0f} in this project's training loop, {plain:.0f} in a "
         f"plain one with DDP ({ours / plain:.3f})."
     )
@@ -228,6 +227,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--repeats", type=int, default=5, help="measurements of each piece")
     add("--readme", nargs=2, metavar=("FILE", "NAME"), help="put the table between FILE's <!-- begin/end NAME -->, too")
     options = parser.parse_args(arguments)
+    try:
+        check_place(options.readme)
+        if not 1 <= options.length <= min(options.tokens, options.loop_tokens) or options.repeats < 1:
+            raise ValueError("--length must be from 1 to --tokens and --loop-tokens, and --repeats from 1")
+        compose("experiment=table3", f"model={options.model}")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     size = {"length": options.length, "repeats": options.repeats}
     result = time_steps(options.model, tokens=options.tokens, **size)
     result["loop_tokens"] = options.loop_tokens
@@ -235,9 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"steps-{options.model}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     text = table(result).markdown()
-    if options.readme:
-        readme = Path(options.readme[0])
-        readme.write_text(fill(readme, options.readme[1], text), encoding="utf-8")
+    put(options.readme, text)
     print(text)
     return 0
 

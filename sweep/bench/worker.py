@@ -11,8 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,7 +45,6 @@ class Spec:
         rows, length: Tokens of one worker's micro-batch.
         passes: Micro-batches of a step.
         repeats: Measured steps of each kind.
-        interval: The schedule of steps 2 to 1 + interval is what kinds are weighed by.
         interface: Whose counters are read; ``None`` counts what the worker's own sockets send.
         out: Folder of the results.
     """
@@ -58,14 +56,13 @@ class Spec:
     length: int
     passes: int
     repeats: int
-    interval: int
     interface: str | None
     out: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of step: one of its number, how often it occurs in an interval, and what torch saw of its all-reduces."""
+    """A kind of step: a step's number, how many there are until the schedule repeats, and the all-reduces of one."""
 
     number: int
     count: int
@@ -92,16 +89,12 @@ class Ours:
         self.communicator = Communicator(**config["comm"])
         self.model = build_model(config, "cpu")
         self.optimizer = build_optimizer(config, self.model, self.communicator)
-        self._interval = spec.interval
 
     def prepare(self, tokens: Tensor) -> tuple[int, list[Kind]]:
-        """Make the first step and one of every kind of those of an interval from step 2 on; payload of the first."""
+        """Make the first step and one of every kind of the later ones; returns the payload of the first."""
         first = self.step(1, tokens)
-        numbers: dict[Hashable, int] = {}
-        steps = range(2, 2 + self._interval)
-        counts = Counter(numbers.setdefault(self.optimizer.step_kind(step), step) for step in steps)
         kinds = []
-        for number, count in counts.items():
+        for number, count in self.optimizer.schedule().items():
             with CollectiveOracle() as oracle:
                 times = self.step(number, tokens)
             if times.payload != oracle.total:
@@ -144,7 +137,6 @@ class Peer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self._compute = 0.0
         self._payload = 0
-        self._interval = spec.interval
         self._has_hook = spec.peer != "none"
         self._settling = 0
         if spec.peer == "bf16":
@@ -174,7 +166,7 @@ class Peer:
             times.append(time.perf_counter() - start)
             self.optimizer.zero_grad(set_to_none=True)
         self._compute = statistics.median(times)
-        return first, [Kind(number=2, count=self._interval, payload=self._payload, collectives=calls)]
+        return first, [Kind(number=2, count=1, payload=self._payload, collectives=calls)]
 
     def step(self, number: int, tokens: Tensor) -> StepTimes:
         start, middle, end = self._step(tokens)

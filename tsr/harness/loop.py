@@ -232,6 +232,9 @@ class Trainer:
         late, end = self.communicator.lap(), mark(self._device)
         total = self.communicator.total_of(report, purpose="control")
         grad_norm = self.optimizer.grad_norm  # type: ignore[attr-defined]  # see Args
+        finite = getattr(self.optimizer, "finite", None)  # of what the optimizer saw, sketches included
+        if finite is not None:
+            grad_norm = torch.where(finite, grad_norm, math.nan)
         traffic, sent = self.ledger.last, self.ledger.total_bytes
 
         progress = self.progress
