@@ -138,7 +138,7 @@ class Peer:
         self._compute = 0.0
         self._payload = 0
         self._has_hook = spec.peer != "none"
-        self._settling = 0
+        self._settling = 1  # DDP's second step tells the workers about its final buckets
         if spec.peer == "bf16":
             # torch reads annotations of a hook, which are text here.
             self.model.register_comm_hook(None, lambda state, bucket: bf16_hook(bucket))
