@@ -45,7 +45,7 @@ proxy: $(STAMP) ## tune four methods on a small LLaMA, then seeds and ablations 
 
 # Timings need a machine with nothing else on it. A bench that is started again goes on with what is missing.
 BENCH := reports/bench
-bench: $(STAMP) ## measure steps on limited links (root, Linux, an hour on 2 cores), optimizer steps and memory into reports/bench
+bench: $(STAMP) ## measure steps on limited links (root, Linux, hours on 2 cores), optimizer steps and memory into reports/bench
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH)
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH) --rates none,1000 --methods adamw_late,tsr_late
 	$(PY) -m sweep.bench.cost $(BENCH)/bench.csv --out $(BENCH)

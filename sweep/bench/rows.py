@@ -7,11 +7,14 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tsr.harness.rundir import write_atomically
 
-R = TypeVar("R")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")
 
 _READ: dict[str, Callable[[str], Any]] = {
     **{"str": str, "int": int, "float": float, "bool": {"True": True, "False": False}.__getitem__},
@@ -28,7 +31,7 @@ def read_rows(path: Path, kind: type[R]) -> list[R]:
     """
     if not path.is_file():
         return []
-    columns = {field.name: _READ[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
+    columns = {field.name: _READ[str(field.type)] for field in fields(kind)}
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         if missing := [name for name in columns if name not in (reader.fieldnames or ())]:
