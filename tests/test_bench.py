@@ -80,11 +80,11 @@ def test_a_row_weighs_medians_of_the_slowest_worker_by_the_schedule() -> None:
     assert row.goodput_mbit == pytest.approx(4.0)
 
 
-def test_the_bound_is_work_on_an_unlimited_link_or_the_wire() -> None:
+def test_the_bound_is_compute_on_an_unlimited_link_or_the_wire() -> None:
     unlimited = replace(ROW, rate_mbit=None, compute_s=0.25, optimizer_s=0.5, goodput_mbit=4000.0)
     wire = 20e6 * 2 * 3 / 4 * 8 / 96e6
     assert judge([ROW, unlimited])[0].bound == pytest.approx(wire)
-    assert judge([ROW, replace(unlimited, compute_s=7.0)])[0].bound == pytest.approx(7.5)
+    assert judge([ROW, replace(unlimited, compute_s=7.0)])[0].bound == pytest.approx(7.0)
     assert judge([ROW])[0].bound is None
     assert judge([ROW, replace(unlimited, workers=2)])[0].bound is None
 

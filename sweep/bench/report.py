@@ -1,10 +1,10 @@
 """The table and the figure of a bench: every cell beside its lower bound and beside torch's DDP with AdamW.
 
-No step can be shorter than its work, and none shorter than its bytes take:
+No step can be shorter than its forward and backward, and none shorter than its bytes take:
 
-    bound = max(work, payload * 2 (N - 1) / N / goodput)
+    bound = max(compute, payload * 2 (N - 1) / N / goodput)
 
-work is the computing and optimizing of all N workers on an unlimited link (they share this machine's cores), goodput
+compute is forward and backward of all N workers at once (they share this machine's cores) on an unlimited link, goodput
 what a large all-reduce reached in the run that the cell is of.
 """
 
@@ -32,7 +32,8 @@ BAR_PANELS = 0.11  # of a panel's height, for a bar
 NOTE = (
     "Seconds and bytes of a step, medians weighed by the method's schedule, the first step left out. "
     "Payload: what a worker hands over. Wire: bytes of the {judge} over payload × 2(N−1)/N. "
-    "Bound: the larger of work (forward, backward, optimizer on an unlimited link) and payload × 2(N−1)/N ÷ goodput. "
+    "Bound: the larger of compute (forward and backward, of all workers at once on an unlimited link) and "
+    "payload × 2(N−1)/N ÷ goodput. "
     f"The last columns are {BASELINE}'s figure over the method's, and with ddp_bf16 in its place."
 )
 
@@ -65,7 +66,7 @@ def _bound(row: Row, unlimited: Row | None) -> float | None:
     if unlimited is None:
         return None
     wire = row.payload * 2 * (row.workers - 1) / row.workers * 8
-    return max(unlimited.compute_s + unlimited.optimizer_s, wire / (row.goodput_mbit * 1e6))
+    return max(unlimited.compute_s, wire / (row.goodput_mbit * 1e6))
 
 
 def table(rows: Sequence[Row], *, title: str, judge_name: str) -> Table:

@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from tsr import Communicator
 
 PROBE_BYTES = 16 * 2**20  # of the all-reduce that measures goodput
 PROBES = 3
+COMPUTE_REPEATS = 5
 ONE_BUCKET_MIB = 2**14
 
 
@@ -72,7 +73,12 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """One step of one worker, in seconds and bytes: ``communication`` is what it waited for, beyond its own work."""
+    """One step of one worker, in seconds and bytes.
+
+    ``compute`` is forward and backward as long as they take where nothing is sent, ``communication`` what was waited
+    for (DDP waits inside backward: what backward takes longer than by itself), ``optimizer`` the rest: projections,
+    refreshes, updates, and what sending beside backward costs a method of ours.
+    """
 
     number: int
     step: float
@@ -89,6 +95,7 @@ class Ours:
         self.communicator = Communicator(**config["comm"])
         self.model = build_model(config, "cpu")
         self.optimizer = build_optimizer(config, self.model, self.communicator)
+        self._compute = 0.0
 
     def prepare(self, tokens: Tensor) -> tuple[int, list[Kind]]:
         """Make the first step and one of every kind of the later ones; returns the payload of the first."""
@@ -101,6 +108,8 @@ class Ours:
                 raise RuntimeError(f"step {number}: the ledger has {times.payload} bytes, torch {oracle.total}")
             calls = oracle.calls.total()
             kinds.append(Kind(number=number, count=count, payload=times.payload, collectives=calls))
+        # Without begin() nothing leaves before step().
+        self._compute = undisturbed(lambda: [_loss(self.model, batch).backward() for batch in tokens])
         return first.payload, kinds
 
     def step(self, number: int, tokens: Tensor) -> StepTimes:
@@ -111,15 +120,15 @@ class Ours:
         self.optimizer.begin(len(tokens))
         for batch in tokens:
             _loss(self.model, batch).backward()
-        middle, early = time.perf_counter(), self.communicator.lap().seconds
         self.optimizer.step()
-        end, late = time.perf_counter(), self.communicator.lap().seconds
+        step, waited = time.perf_counter() - start, self.communicator.lap().seconds
+        compute = min(self._compute, step - waited)
         return StepTimes(
             number=number,
-            step=end - start,
-            compute=middle - start - early,
-            communication=early + late,
-            optimizer=end - middle - late,
+            step=step,
+            compute=compute,
+            communication=waited,
+            optimizer=step - waited - compute,
             payload=self.communicator.ledger.last.total,
         )
 
@@ -157,15 +166,9 @@ class Peer:
         for _ in range(self._settling):
             self._step(tokens)
         self._payload, calls = self._counted(tokens)
-        times = []
-        for _ in range(3):
-            start = time.perf_counter()
-            with self.model.no_sync():
-                for batch in tokens:
-                    _loss(self.model, batch).backward()
-            times.append(time.perf_counter() - start)
-            self.optimizer.zero_grad(set_to_none=True)
-        self._compute = statistics.median(times)
+        with self.model.no_sync():
+            self._compute = undisturbed(lambda: [_loss(self.model, batch).backward() for batch in tokens])
+        self.optimizer.zero_grad(set_to_none=True)
         return first, [Kind(number=2, count=1, payload=self._payload, collectives=calls)]
 
     def step(self, number: int, tokens: Tensor) -> StepTimes:
@@ -198,6 +201,17 @@ class Peer:
         middle = time.perf_counter()
         self.optimizer.step()
         return start, middle, time.perf_counter()
+
+
+def undisturbed(work: Callable[[], object]) -> float:
+    """Seconds that ``work`` takes while all workers do it and none sends; the median of some."""
+    times = []
+    for _ in range(COMPUTE_REPEATS):
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 @contextmanager
