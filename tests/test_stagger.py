@@ -34,6 +34,16 @@ def load(members: list[Block], rule: RefreshRule, step: int) -> int:
     )  # fmt: skip
 
 
+def test_for_an_svd_a_block_weighs_its_gradient() -> None:
+    # By gradients (64 x 64 = 4096 and twice 1000 x 2) the square block is apart from both others; by sketches it is the
+    # lightest, and would share a step with the second.
+    wanted = blocks((1000, 2, 1, 2), (1000, 2, 1, 2), (64, 64, 1, 2))
+    tall, other, square = (block.offset for block in staggered(wanted, RefreshRule(method="svd", oversampling=0)))
+    assert tall == other != square
+    tall, other, square = (block.offset for block in staggered(wanted, RefreshRule(oversampling=0)))
+    assert tall != other
+
+
 @pytest.mark.parametrize("phase", [0, 1])
 def test_every_block_refreshes_at_the_first_step_and_then_once_an_interval(phase: int) -> None:
     rule = RefreshRule(phase=phase)

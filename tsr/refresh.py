@@ -200,8 +200,9 @@ def gaussian(shape: tuple[int, int], *, seed: int, step: int, name: str, like: T
 def staggered(blocks: Sequence[Block], rule: RefreshRule) -> list[Block]:
     """The blocks with offsets that spread their refreshes evenly.
 
-    A refresh weighs what a sketch sends, (m + n) k. The heaviest block chooses first, and each takes the offset at
-    which the heaviest of its steps is lightest so far; so two heavy blocks never refresh together if it can be helped.
+    A refresh weighs what it sends: a sketch's (m + n) k, or the m n of the gradient for an SVD. The heaviest block
+    chooses first, and each takes the offset at which the heaviest of its steps is lightest so far; so two heavy blocks
+    never refresh together if it can be helped.
     """
     low_rank = [block for block in blocks if block.is_low_rank]
     period = math.lcm(*(block.interval for block in low_rank))
@@ -211,7 +212,12 @@ def staggered(blocks: Sequence[Block], rule: RefreshRule) -> list[Block]:
             f"refresh.stagger=true needs intervals that fall together again within {LONGEST_PERIOD} steps, as "
             f"multiples do, got {intervals}"
         )
-    weights = {block: sum(block.shape) * rule.width(block.rank, block.shape) for block in low_rank}
+    weights = {
+        block: math.prod(block.shape)
+        if rule.method == "svd"
+        else sum(block.shape) * rule.width(block.rank, block.shape)
+        for block in low_rank
+    }
     load = np.zeros(period, np.int64)
     offsets: dict[Block, int] = {}
     for block in sorted(low_rank, key=lambda block: -weights[block]):

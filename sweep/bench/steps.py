@@ -206,7 +206,6 @@ def table(result: Mapping[str, Any]) -> Table:
         )
     columns = ("", "ordinary (s)", "mean (s)", "heaviest (s)", "mean, % of forward and backward", "state (MB)")
     ours, plain = loops["ours"], loops["plain"]
-    ours, plain = loops["ours"], loops["plain"]
     note = (
         f"One process, {result['tokens']} tokens; means weighed by a method's schedule. Tokens a second "
         f"with AdamW, at {result['loop_tokens']} a step: {ours:.0f} in this project's training loop, {plain:.0f} in a "
