@@ -10,15 +10,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from sweep.bench.__main__ import RESULTS, main
-from sweep.bench.cells import Row, summarise
+from sweep.bench.cells import CONTESTANTS, Row, summarise
 from sweep.bench.loss import Reached, reached
 from sweep.bench.loss import main as loss_main
 from sweep.bench.network import why_not
-from sweep.bench.report import draw, judge, table
+from sweep.bench.report import draw, judge, table, write
 from sweep.bench.rows import read_rows, write_rows
 
 ROOT = Path(__file__).parents[1]
@@ -92,11 +93,30 @@ def test_the_bound_is_compute_on_an_unlimited_link_or_the_wire() -> None:
 def test_the_table_compares_with_ddp_of_the_same_network() -> None:
     baseline = replace(ROW, method="ddp_adamw", step_s=30.0, communication_s=29.0, payload=232e6)
     elsewhere = replace(baseline, rate_mbit=1000.0, step_s=1.0)
-    shown = table([ROW, baseline, elsewhere], title="t", judge_name="hosts")
+    shown = table(judge([ROW, baseline, elsewhere]), title="t", notes=["n"])
     cells = dict(zip(shown.columns, (cell.text for cell in shown.cells[0]), strict=True))
     assert (cells["payload ×"], cells["communication ×"], cells["step ×"]) == ("11.60", "14.50", "10.00")
     assert cells["payload × bf16"] == cells["bound (s)"] == "-"
-    assert "hosts" in shown.notes[0]
+    assert shown.notes == ("n",)
+
+
+def test_a_page_gets_the_slowest_link_of_most_workers_and_how_far_any_cell_is_from_the_ledger(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- begin b -->\n<!-- end b -->\n")
+    rows = [
+        replace(ROW, method="adamw", workers=2, rate_mbit=10.0, wire_ratio=0.98),
+        replace(ROW, method="adamw", rate_mbit=1000.0, wire_ratio=1.02),
+        replace(ROW, rate_mbit=None, wire_ratio=None),
+        ROW,
+    ]
+    text = write(rows, tmp_path, title="t", judge_name="hosts' interfaces", readme=(str(page), "b"))
+    assert len(re.findall(r"^\| +\d", text, re.M)) == 4
+    (line,) = re.findall(r"^\| +\d.*", page.read_text(), re.M)
+    assert [cell.strip() for cell in line.split("|")[1:5]] == ["4", "100", "96", "tsr"]
+    note = (
+        "Over all 3 cells of this bench (2 methods, 2 and 4 workers) the hosts' interfaces sent 0.9800 to 1.0200 times"
+    )
+    assert note in page.read_text()
 
 
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
@@ -226,6 +246,10 @@ def test_a_bench_goes_on_where_it_was_and_mixes_no_steps(loopback: Path, capsys:
     assert "measured before" in capsys.readouterr().out
     assert (loopback / RESULTS).read_text() == before
     assert main([*again, *small[:-1], "32"]) == 1
+    assert "another bench" in capsys.readouterr().err
+    other = {"tsr_bf16": replace(CONTESTANTS["tsr_bf16"], overrides=("optimizer=tsr",))}
+    with mock.patch.dict(CONTESTANTS, other):  # the same name, another method
+        assert main([*again, *small]) == 1
     assert "another bench" in capsys.readouterr().err
 
 

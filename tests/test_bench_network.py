@@ -74,6 +74,10 @@ with network.Network(hosts=2, link=link) as standing:
 STUBBORN = "trap '' TERM; setsid sleep 600 & echo $!; echo $$; wait"
 POLITE = "sleep 600 & echo $!; echo $$; wait"
 
+outliving = pytest.mark.skipif(
+    shutil.which("setpriv") is None, reason="setpriv, which ends workers with their parent, is missing"
+)
+
 
 @pytest.fixture(scope="module")
 def possible() -> None:
@@ -305,11 +309,33 @@ def test_a_start_removes_what_the_dead_left_and_nothing_of_the_living(tmp_path: 
 
 
 @pytest.mark.usefixtures("possible")
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv, which ends workers with their parent, is missing")
+@outliving
 def test_workers_end_with_a_bench_that_is_killed(tmp_path: Path) -> None:
     with bench(tmp_path, worker="echo $$; exec sh -c 'echo $$; sleep 600 & wait'") as (process, workers):
         process.kill()
         wait_until_gone(workers)
+
+
+@outliving
+def test_workers_on_loopback_end_with_a_bench_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path(__file__).with_name(os.environ['RANK']).write_text(f'{os.getpid()}\\n')\n"
+        "time.sleep(600)\n"
+    )
+    launcher = (
+        "import sys; from pathlib import Path; from sweep.bench.cells import Loopback, launch; "
+        "launch(Loopback(2), [sys.argv[1]], log_dir=Path(sys.argv[1]).parent)"
+    )
+    files = [tmp_path / rank for rank in "01"]
+    with subprocess.Popen([sys.executable, "-c", launcher, str(script)], cwd=ROOT) as process:
+        try:
+            wait_until(lambda: len(pids(files)) == 2 or process.poll() is not None)
+            assert process.poll() is None
+        finally:
+            process.kill()
+        wait_until_gone(pids(files))
 
 
 @pytest.mark.parametrize("value", [0, -1, 1e6, float("nan"), True, "100"])

@@ -41,7 +41,7 @@ from tests.jobs import (
     run_jobs,
     this_rank,
 )
-from tsr import AdamW, Communicator
+from tsr import AdamW, Communicator, LowRankAdam
 from tsr.harness.loop import NonFiniteGradient, NonFiniteParameter, Objective, ReplicasDiffer, Trainer
 from tsr.harness.rundir import RunDirectory
 from tsr.harness.settings import Schedule, TrainerSettings, config_hash
@@ -496,3 +496,20 @@ def test_parameters_that_ran_away_are_not_saved(padded: data.Prepared, tmp_path:
     with altered_optimizer(run_away), pytest.raises(NonFiniteParameter, match=message):
         run_job(config, tmp_path, padded)
     assert not list(tmp_path.glob("checkpoints/step_*"))
+
+
+def test_a_step_that_the_optimizer_calls_not_finite_stops_the_run(padded: data.Prepared, tmp_path: Path) -> None:
+    """Also where local gradients and the norm of the averaged messages show nothing, as a sketch that overflowed."""
+
+    def overflow(optimizer: Optimizer) -> None:
+        def call_it_so(*_: Any) -> None:
+            assert isinstance(optimizer, LowRankAdam)
+            if optimizer.updates == 2:
+                optimizer.finite = torch.zeros((), dtype=torch.bool)
+
+        optimizer.register_step_post_hook(call_it_so)
+
+    config = compose("tsr", {"trainer.steps": 4, "trainer.checkpoint_every": 1})
+    with altered_optimizer(overflow), pytest.raises(NonFiniteGradient, match=r"^step 2: "):
+        run_job(config, tmp_path, padded)
+    assert sorted(path.name for path in tmp_path.glob("checkpoints/step_*")) == ["step_00000001"]

@@ -10,6 +10,7 @@ what a large all-reduce reached in the run that the cell is of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,15 +70,23 @@ def _bound(row: Row, unlimited: Row | None) -> float | None:
     return max(unlimited.compute_s, wire / (row.goodput_mbit * 1e6))
 
 
-def table(rows: Sequence[Row], *, title: str, judge_name: str) -> Table:
-    """One row a cell, by workers, rate and the order of methods."""
+def slowest_link(cells: Sequence[Judged]) -> list[Judged]:
+    """Of the cells those with the most workers, on the slowest of their links."""
+    workers = max(cell.row.workers for cell in cells)
+    rates = [cell.row.rate_mbit for cell in cells if cell.row.workers == workers]
+    slowest = min(rates, key=lambda rate: rate or math.inf)
+    return [cell for cell in cells if (cell.row.workers, cell.row.rate_mbit) == (workers, slowest)]
+
+
+def table(cells: Sequence[Judged], *, title: str, notes: Sequence[str]) -> Table:
+    """One row a cell."""
     columns = (
         *("workers", "Mbit/s", "goodput", "method", "step (s)", "compute", "optimizer", "communication"),
         *("payload (MB)", "wire", "bound (s)", "step ÷ bound"),
         *("payload ×", "communication ×", "step ×", "payload × bf16", "communication × bf16"),
     )
     lines = []
-    for judged in judge(rows):
+    for judged in cells:
         row = judged.row
         lines.append(
             (
@@ -97,7 +106,7 @@ def table(rows: Sequence[Row], *, title: str, judge_name: str) -> Table:
                 *(_ratio(judged.half, row, key) for key in ("payload", "communication_s")),
             )
         )
-    return Table(title, columns, tuple(lines), (NOTE.format(judge=judge_name),))
+    return Table(title, columns, tuple(lines), tuple(notes))
 
 
 def _ratio(of: Row | None, row: Row, key: str) -> str:
@@ -143,9 +152,25 @@ def _bars(axis: Axes, cells: Sequence[Judged]) -> None:
 
 
 def write(rows: Sequence[Row], out: Path, *, title: str, judge_name: str, readme: tuple[str, str] | None) -> str:
-    """Write bench.md and the figure into ``out``, and the table into ``readme`` (file, name); the table's text."""
-    text = table(rows, title=title, judge_name=judge_name).markdown()
+    """Write bench.md and the figure into ``out``, and the cells of the slowest link into ``readme`` (file, name).
+
+    Returns:
+        The text of bench.md.
+    """
+    cells, note = judge(rows), NOTE.format(judge=judge_name)
+    text = table(cells, title=title, notes=[note]).markdown()
     (out / "bench.md").write_text(text, encoding="utf-8")
     draw(rows, out)
-    put(readme, text)
+    put(readme, table(slowest_link(cells), title=title, notes=[note, wire_note(rows, judge_name)]).markdown())
     return text
+
+
+def wire_note(rows: Sequence[Row], judge_name: str) -> str:
+    """How far the bytes of all cells are from the ledger's, at most."""
+    ratios = [row.wire_ratio for row in rows if row.wire_ratio is not None]
+    methods = len({row.method for row in rows})
+    sizes = " and ".join(str(size) for size in sorted({row.workers for row in rows}))
+    return (
+        f"Over all {len(ratios)} cells of this bench ({methods} methods, {sizes} workers) the {judge_name} sent "
+        f"{min(ratios):.4f} to {max(ratios):.4f} times what the ledger says."
+    )
