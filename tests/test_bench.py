@@ -114,7 +114,7 @@ def test_a_page_gets_the_slowest_link_of_most_workers_and_how_far_any_cell_is_fr
     (line,) = re.findall(r"^\| +\d.*", page.read_text(), re.M)
     assert [cell.strip() for cell in line.split("|")[1:5]] == ["4", "100", "96", "tsr"]
     note = (
-        "Over all 3 cells of this bench (2 methods, 2 and 4 workers) the hosts' interfaces sent 0.9800 to 1.0200 times"
+        "Over all 3 cells of this bench (2 methods, 2 and 4 workers) the hosts' interfaces sent 0.9800 to 1.0200"
     )
     assert note in page.read_text()
 

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--experiment", default="table3", help="whose ranks and intervals are taken")
     add("--model", default="llama_60m", help="a model of the experiment")
     add("--rows", type=int, default=1, help="rows of a worker's micro-batch")
-    add("--length", type=int, default=64, help="tokens of a row")
+    add("--length", type=int, default=16, help="tokens of a row")
     add("--passes", type=int, default=1, help="micro-batches of a step")
     add("--repeats", type=int, default=5, help="measured steps of each kind")
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more of the configuration, as in rank.linear=128")
