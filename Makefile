@@ -44,13 +44,17 @@ proxy: $(STAMP) ## tune four methods on a small LLaMA, then seeds and ablations 
 	$(PY) -m sweep.report sweep/results/proxy.csv --best --out reports/proxy --readme README.md proxy
 
 # Timings need a machine with nothing else on it. A bench that is started again goes on with what is missing.
-BENCH := reports/bench
-bench: $(STAMP) ## measure steps on limited links (root, Linux, hours on 2 cores), optimizer steps and memory into reports/bench
-	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH)
-	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH) --rates none,1000 --methods adamw_late,tsr_late
-	$(PY) -m sweep.bench.cost $(BENCH)/bench.csv --out $(BENCH)
+BENCH ?= reports/bench
+bench: $(STAMP) ## measure steps and training on limited links (root, Linux), optimizer steps and memory (hours on 2 cores)
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH) --readme README.md bench
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH)/work --rows 12 --length 256 --workers 4 --rates none,100 \
+	    --methods tsr,tsr_head --readme README.md bench-work
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH)/overlap --length 256 --workers 2 --rates none,1000 \
+	    --methods adamw,adamw_late,tsr,tsr_late --readme README.md bench-overlap
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.loss --out $(BENCH) --target 3.1 --readme README.md bench-loss
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.steps --out $(BENCH) --readme README.md bench-steps
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.memory --out $(BENCH) --readme README.md bench-memory
+	$(PY) -m sweep.bench.cost $(BENCH)/bench.csv --out $(BENCH) --readme README.md bench-cost
 
 # One thread a process: the workers that tests start share the cores with pytest-xdist's own.
 test: $(STAMP) ## run the whole test suite

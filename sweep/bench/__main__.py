@@ -3,8 +3,8 @@
 Hosts are network namespaces joined by links of the chosen rates (see `sweep.bench.network`), so root is needed; with
 `--loopback` it is not: workers are plain processes, no rate is limited, and the bytes are those of their own sockets.
 Each cell (method, workers, rate) becomes a row of `bench.csv` as soon as it is measured; a bench that is started again
-goes on with what is missing. Rates always include `none`, an unlimited link, which the lower bound takes its work from.
-At the end come `bench.md`, the table, and a figure. The time to a stated loss is `python -m sweep.bench.loss`.
+goes on with what is missing. A rate of `none` is a link without a limit. At the end come `bench.md`, the table, and a
+figure. The time to a stated loss is `python -m sweep.bench.loss`.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _measure(plan: Plan, results: Path, cells: Path) -> None:
     done = {(row.method, row.workers, row.rate_mbit) for row in read_rows(results, Row)}
     for workers in plan.workers:
         with _place(workers, loopback=plan.loopback) as place:
-            for rate in dict.fromkeys([None, *plan.rates]):
+            for rate in plan.rates:
                 if isinstance(place, Network):
                     place.set_link(Link(rate_mbit=rate))
                 for contestant in plan.contestants:

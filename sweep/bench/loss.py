@@ -26,15 +26,10 @@ from tsr.harness.settings import config_hash
 BASELINE = "adamw"
 RESULTS = "loss.csv"
 SMALL_BUCKETS = ("comm.overlap=true", "comm.bucket_mib=1")  # for models of a few MB
-# On the scale of experiment=proxy.
-SLIM = (
-    *("optimizer=tsr", "rank.head=64", "refresh.embedding=20", "refresh.head=20", "comm.dtype=bf16"),
-    *SMALL_BUCKETS,
-)
 METHODS: Mapping[str, tuple[str, ...]] = {
     "adamw": ("optimizer=adamw", *SMALL_BUCKETS),
     "tsr": ("optimizer=tsr", *SMALL_BUCKETS),
-    "tsr_bf16": SLIM,
+    "tsr_bf16": ("optimizer=tsr", "comm.dtype=bf16", *SMALL_BUCKETS),
 }
 
 
@@ -73,9 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--out", type=Path, required=True, metavar="DIR", help="where runs and results go")
     add("--target", type=float, required=True, metavar="LOSS", help="evaluation loss, in nats")
     add("--workers", type=int, default=2, help="hosts")
-    add("--rates", default="1000,100,20", help="Mbit/s of every link")
+    add("--rates", default="1000,100,10", help="Mbit/s of every link")
     add("--methods", default="adamw,tsr_bf16", help=f"of {', '.join(METHODS)}")
-    add("--experiment", default="proxy", help="what is trained")
+    add("--experiment", default="slow_link", help="what is trained")
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more of the configuration, as in trainer.steps=100")
     add("--readme", nargs=2, metavar=("FILE", "NAME"), help="put the table between FILE's <!-- begin/end NAME -->, too")
     options = parser.parse_args(arguments)

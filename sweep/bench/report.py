@@ -4,8 +4,8 @@ No step can be shorter than its forward and backward, and none shorter than its 
 
     bound = max(compute, payload * 2 (N - 1) / N / goodput)
 
-compute is forward and backward of all N workers at once (they share this machine's cores) on an unlimited link, goodput
-what a large all-reduce reached in the run that the cell is of.
+compute is forward and backward of all N workers at once (they share this machine's cores) with nothing on the link,
+goodput what a large all-reduce reached; both are measured in the run that the cell is of.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ BAR_PANELS = 0.11  # of a panel's height, for a bar
 NOTE = (
     "Seconds and bytes of a step, medians weighed by the method's schedule, the first step left out. "
     "Payload: what a worker hands over. Wire: bytes of the {judge} over payload × 2(N−1)/N. "
-    "Bound: the larger of compute (forward and backward, of all workers at once on an unlimited link) and "
-    "payload × 2(N−1)/N ÷ goodput. "
+    "Bound: the larger of compute (forward and backward of all workers at once, with nothing on the link) and "
+    "payload × 2(N−1)/N ÷ goodput, both of the same run. "
     f"The last columns are {BASELINE}'s figure over the method's, and with ddp_bf16 in its place."
 )
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A cell with what it is compared with; None where that was not measured."""
+    """A cell with its lower bound in seconds, and the peers on its network; None where these were not measured."""
 
     row: Row
-    bound: float | None
+    bound: float
     baseline: Row | None
     half: Row | None
 
@@ -55,7 +55,7 @@ def judge(rows: Sequence[Row]) -> list[Judged]:
     return [
         Judged(
             row,
-            _bound(row, cells.get((row.method, row.workers, None))),
+            _bound(row),
             cells.get((BASELINE, row.workers, row.rate_mbit)),
             cells.get((HALF, row.workers, row.rate_mbit)),
         )
@@ -63,11 +63,9 @@ def judge(rows: Sequence[Row]) -> list[Judged]:
     ]
 
 
-def _bound(row: Row, unlimited: Row | None) -> float | None:
-    if unlimited is None:
-        return None
+def _bound(row: Row) -> float:
     wire = row.payload * 2 * (row.workers - 1) / row.workers * 8
-    return max(unlimited.compute_s, wire / (row.goodput_mbit * 1e6))
+    return max(row.compute_s, wire / (row.goodput_mbit * 1e6))
 
 
 def slowest_link(cells: Sequence[Judged]) -> list[Judged]:
@@ -100,8 +98,8 @@ def table(cells: Sequence[Judged], *, title: str, notes: Sequence[str]) -> Table
                 f"{row.communication_s:.3f}",
                 f"{row.payload / 1e6:.3f}",
                 "-" if row.wire_ratio is None else f"{row.wire_ratio:.4f}",
-                "-" if judged.bound is None else f"{judged.bound:.3f}",
-                "-" if not judged.bound else f"{row.step_s / judged.bound:.3f}",
+                f"{judged.bound:.3f}",
+                f"{row.step_s / judged.bound:.3f}",
                 *(_ratio(judged.baseline, row, key) for key in ("payload", "communication_s", "step_s")),
                 *(_ratio(judged.half, row, key) for key in ("payload", "communication_s")),
             )
@@ -146,8 +144,7 @@ def _bars(axis: Axes, cells: Sequence[Judged]) -> None:
         axis.barh(names, widths, left=left, color=colour, height=0.7)
         left = [before + width for before, width in zip(left, widths, strict=True)]
     for index, cell in enumerate(cells):
-        if cell.bound is not None:
-            axis.plot([cell.bound], [index], color="black", marker="|", ms=8, ls="")
+        axis.plot([cell.bound], [index], color="black", marker="|", ms=8, ls="")
     axis.invert_yaxis()
 
 
