@@ -51,7 +51,7 @@ bench: $(STAMP) ## measure steps and training on limited links (root, Linux), op
 	    --methods tsr,tsr_head --readme README.md bench-work
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH)/overlap --length 256 --workers 2 --rates none,1000 \
 	    --methods adamw,adamw_late,tsr,tsr_late --readme README.md bench-overlap
-	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.loss --out $(BENCH) --target 3.1 --readme README.md bench-loss
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.loss --out $(BENCH) --target 3.15 --readme README.md bench-loss
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.steps --out $(BENCH) --readme README.md bench-steps
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.memory --out $(BENCH) --readme README.md bench-memory
 	$(PY) -m sweep.bench.cost $(BENCH)/bench.csv --out $(BENCH) --readme README.md bench-cost
