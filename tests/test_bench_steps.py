@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,4 +118,17 @@ def test_a_mistake_is_one_line_before_anything_is_measured(
     assert error.startswith("error: ")
     assert said in error
     assert "\n" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_step_that_the_kernel_ends_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise subprocess.CalledProcessError(-signal.SIGKILL, ["python"])
+
+    monkeypatch.setattr(memory, "step_apart", killed)
+    assert memory.main(["--out", str(tmp_path / "out"), "--models", "llama_60m", "--step", "llama_1b"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: the step of llama_1b was killed") and error.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -150,6 +150,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    try:
+        steps = {model: step_apart(model, length=options.length) for model in large}  # while this process is small
+    except subprocess.CalledProcessError as error:
+        how = "was killed, for want of memory perhaps" if error.returncode < 0 else f"ended with {error.returncode}"
+        print(f"error: the step of {options.step} {how}; another: --step MODEL, none: --step ''", file=sys.stderr)
+        return 1
     gradients = {
         model: {
             name: gradient_memory(
@@ -161,7 +167,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         for model in models
     }
-    steps = {model: step_apart(model, length=options.length) for model in large}
     result = {"passes": options.passes, "length": options.length, "gradients": gradients, "steps": steps}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "memory.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
