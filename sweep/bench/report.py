@@ -165,9 +165,10 @@ def write(rows: Sequence[Row], out: Path, *, title: str, judge_name: str, readme
 def wire_note(rows: Sequence[Row], judge_name: str) -> str:
     """How far the bytes of all cells are from the ledger's, at most."""
     ratios = [row.wire_ratio for row in rows if row.wire_ratio is not None]
-    methods = len({row.method for row in rows})
+    count = len({row.method for row in rows})
+    methods = "1 method" if count == 1 else f"{count} methods"
     sizes = " and ".join(str(size) for size in sorted({row.workers for row in rows}))
     return (
-        f"Over all {len(ratios)} cells of this bench ({methods} methods, {sizes} workers) the {judge_name} sent "
+        f"Over all {len(ratios)} cells of this bench ({methods}, {sizes} workers) the {judge_name} sent "
         f"{min(ratios):.4f} to {max(ratios):.4f} times what the ledger says."
     )
