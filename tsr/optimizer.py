@@ -235,7 +235,10 @@ class LowRankAdam(torch.optim.Optimizer):
                 block.parameter.grad = torch.zeros_like(block.parameter)
 
         self.finite = torch.ones((), dtype=torch.bool, device=self.blocks[0].parameter.device)
-        before = [(value, value.clone()) for block in due for value in self._changed_by_refresh(block)]
+        # At step 1 all of it is zeros, and most of what there ever is: no copy then.
+        before: list[tuple[Tensor, Tensor | float]] = [
+            (value, value.clone() if step > 1 else 0.0) for block in due for value in self._changed_by_refresh(block)
+        ]
         self._outbox.send(refreshed=False)
         cores = [stack.core for stack in self._stacks]
         if self.options.reduce == "dense":

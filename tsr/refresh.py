@@ -249,6 +249,7 @@ def sketch(tasks: Sequence[RefreshTask], rule: RefreshRule, average: Average) ->
         starts = _orthonormalise(rows)
         sketches = average([task.gradient @ w for task, w in zip(tasks, starts, strict=True)], "sketch")
     ranges = _orthonormalise(sketches)
+    del sketches  # as much as the left half of all bases
     reduced = average([q.mT @ task.gradient for task, q in zip(tasks, ranges, strict=True)], "sketch")
     return _bases_of(tasks, ranges, reduced)
 

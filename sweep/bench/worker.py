@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +30,6 @@ from tsr import Communicator
 
 PROBE_BYTES = 16 * 2**20  # of the all-reduce that measures goodput
 PROBES = 3
-COMPUTE_REPEATS = 5
 ONE_BUCKET_MIB = 2**14
 
 
@@ -108,9 +106,14 @@ class Ours:
                 raise RuntimeError(f"step {number}: the ledger has {times.payload} bytes, torch {oracle.total}")
             calls = oracle.calls.total()
             kinds.append(Kind(number=number, count=count, payload=times.payload, collectives=calls))
+        return first.payload, kinds
+
+    def time_compute(self, tokens: Tensor) -> None:
+        """Time forward and backward where nothing is sent, for the steps until it is called again."""
+        self.optimizer.zero_grad(set_to_none=True)
         # Without begin() nothing leaves before step().
         self._compute = undisturbed(lambda: [_loss(self.model, batch).backward() for batch in tokens])
-        return first.payload, kinds
+        self.optimizer.zero_grad(set_to_none=True)
 
     def step(self, number: int, tokens: Tensor) -> StepTimes:
         start = time.perf_counter()
@@ -161,15 +164,19 @@ class Peer:
             self._settling = 3
 
     def prepare(self, tokens: Tensor) -> tuple[int, list[Kind]]:
-        """Let the hook settle, count what a step sends, and measure backward without communication."""
+        """Let the hook settle, and count what a step sends."""
         first, _ = self._counted(tokens)
         for _ in range(self._settling):
             self._step(tokens)
         self._payload, calls = self._counted(tokens)
+        return first, [Kind(number=2, count=1, payload=self._payload, collectives=calls)]
+
+    def time_compute(self, tokens: Tensor) -> None:
+        """Time forward and backward where nothing is sent, for the steps until it is called again."""
+        self.optimizer.zero_grad(set_to_none=True)
         with self.model.no_sync():
             self._compute = undisturbed(lambda: [_loss(self.model, batch).backward() for batch in tokens])
         self.optimizer.zero_grad(set_to_none=True)
-        return first, [Kind(number=2, count=1, payload=self._payload, collectives=calls)]
 
     def step(self, number: int, tokens: Tensor) -> StepTimes:
         start, middle, end = self._step(tokens)
@@ -204,14 +211,13 @@ class Peer:
 
 
 def undisturbed(work: Callable[[], object]) -> float:
-    """Seconds that ``work`` takes while all workers do it and none sends; the median of some."""
-    times = []
-    for _ in range(COMPUTE_REPEATS):
-        dist.barrier()
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    """Seconds that ``work`` takes while all workers do it and none sends."""
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - start
+    dist.barrier()
+    return seconds
 
 
 @contextmanager
@@ -260,8 +266,9 @@ def measure(spec: Spec) -> dict[str, Any]:
     first, kinds = contestant.prepare(tokens)
     steps = []
     with counted_wire(spec.interface) as wire:
-        for kind in kinds:
-            steps += [contestant.step(kind.number, tokens) for _ in range(spec.repeats)]
+        for _ in range(spec.repeats):  # in turns, for the machine's speed drifts
+            contestant.time_compute(tokens)
+            steps += [contestant.step(kind.number, tokens) for kind in kinds]
     return {
         "goodput": goodput,
         "first": first,
