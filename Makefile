@@ -47,13 +47,15 @@ proxy: $(STAMP) ## tune four methods on a small LLaMA, then seeds and ablations 
 BENCH ?= reports/bench
 bench: $(STAMP) ## measure steps and training on limited links (root, Linux), optimizer steps and memory (hours on 2 cores)
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH) --readme README.md bench
-	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH)/work --rows 12 --length 256 --workers 4 --rates none,100 \
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH)/work --rows 16 --length 256 --workers 4 --rates 100 \
 	    --methods tsr,tsr_head --readme README.md bench-work
-	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH)/overlap --length 256 --workers 2 --rates none,1000 \
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench --out $(BENCH)/overlap --length 256 --workers 2 --rates 1000 \
 	    --methods adamw,adamw_late,tsr,tsr_late --readme README.md bench-overlap
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.loss --out $(BENCH) --target 3.15 --readme README.md bench-loss
 	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.steps --out $(BENCH) --readme README.md bench-steps
-	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.memory --out $(BENCH) --readme README.md bench-memory
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.steps --out $(BENCH) --model llama_350m --tokens 1024 --loop-tokens 64 \
+	    --length 64 --readme README.md bench-steps-350m
+	OMP_NUM_THREADS=1 $(PY) -m sweep.bench.memory --out $(BENCH) --length 32 --readme README.md bench-memory
 	$(PY) -m sweep.bench.cost $(BENCH)/bench.csv --out $(BENCH) --readme README.md bench-cost
 
 # One thread a process: the workers that tests start share the cores with pytest-xdist's own.
