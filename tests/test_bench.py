@@ -87,6 +87,12 @@ def test_the_bound_is_compute_or_the_wire() -> None:
     assert judge([replace(ROW, compute_s=7.0, optimizer_s=0.25)])[0].bound == 7.0
 
 
+def test_the_wire_is_as_fast_as_any_cell_on_the_same_links_found_it() -> None:
+    faster = replace(ROW, method="adamw", goodput_mbit=120.0)
+    elsewhere = replace(ROW, method="galore", rate_mbit=1000.0, goodput_mbit=960.0)
+    assert judge([ROW, faster, elsewhere])[0].bound == pytest.approx(20e6 * 2 * 3 / 4 * 8 / 120e6)
+
+
 def test_the_table_compares_with_ddp_of_the_same_network() -> None:
     baseline = replace(ROW, method="ddp_adamw", step_s=30.0, communication_s=29.0, payload=232e6)
     elsewhere = replace(baseline, rate_mbit=1000.0, step_s=1.0)

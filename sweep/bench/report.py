@@ -5,7 +5,7 @@ No step can be shorter than its forward and backward, and none shorter than its 
     bound = max(compute, payload * 2 (N - 1) / N / goodput)
 
 compute is forward and backward of all N workers at once (they share this machine's cores) with nothing on the link,
-goodput what a large all-reduce reached; both are measured in the run that the cell is of.
+measured in the run that the cell is of; goodput the best that a large all-reduce reached in any cell on the same links.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ HALF = "ddp_bf16"
 FIGURE = "bench"
 PARTS = {"compute_s": "forward, backward", "optimizer_s": "optimizer", "communication_s": "communication (waited for)"}
 COLOURS = ("#56B4E9", "#E69F00", "#999999")
-BAR_PANELS = 0.11  # of a panel's height, for a bar
+BAR_PANELS = 0.15  # of a panel's height, for a bar
+TITLE_BARS = 1  # what a panel has above and below its bars, in bars
 NOTE = (
     "Seconds and bytes of a step, medians weighed by the method's schedule, the first step left out. "
     "Payload: what a worker hands over. Wire: bytes of the {judge} over payload × 2(N−1)/N. "
     "Bound: the larger of compute (forward and backward of all workers at once, with nothing on the link) and "
-    "payload × 2(N−1)/N ÷ goodput, both of the same run. "
+    "payload × 2(N−1)/N ÷ the best goodput of these links. "
     f"The last columns are {BASELINE}'s figure over the method's, and with ddp_bf16 in its place."
 )
 
@@ -52,10 +53,14 @@ class Judged:
 def judge(rows: Sequence[Row]) -> list[Judged]:
     """Every row with its lower bound and its peers."""
     cells = {(row.method, row.workers, row.rate_mbit): row for row in rows}
+    goodput: dict[tuple[int, float | None], float] = {}
+    for row in rows:
+        links = row.workers, row.rate_mbit
+        goodput[links] = max(goodput.get(links, 0.0), row.goodput_mbit)
     return [
         Judged(
             row,
-            _bound(row),
+            _bound(row, goodput[row.workers, row.rate_mbit]),
             cells.get((BASELINE, row.workers, row.rate_mbit)),
             cells.get((HALF, row.workers, row.rate_mbit)),
         )
@@ -63,9 +68,9 @@ def judge(rows: Sequence[Row]) -> list[Judged]:
     ]
 
 
-def _bound(row: Row) -> float:
+def _bound(row: Row, goodput_mbit: float) -> float:
     wire = row.payload * 2 * (row.workers - 1) / row.workers * 8
-    return max(row.compute_s, wire / (row.goodput_mbit * 1e6))
+    return max(row.compute_s, wire / (goodput_mbit * 1e6))
 
 
 def slowest_link(cells: Sequence[Judged]) -> list[Judged]:
@@ -120,14 +125,15 @@ def draw(rows: Sequence[Row], out: Path) -> Drawn:
     judged = judge(rows)
     limited = [one for one in judged if one.row.rate_mbit is not None] or judged
     panels = sorted({(one.row.workers, one.row.rate_mbit or 0.0) for one in limited})
-    most = max(sum((one.row.workers, one.row.rate_mbit or 0.0) == panel for one in limited) for panel in panels)
+    bars = [sum((one.row.workers, one.row.rate_mbit or 0.0) == panel for one in limited) for panel in panels]
     patches = [Patch(color=colour, label=label) for label, colour in zip(PARTS.values(), COLOURS, strict=True)]
     bound = Line2D([], [], color="black", marker="|", ls="", label="lower bound")
     handles = [*patches, bound]
     figure = new_figure(
-        panels=len(panels) * max(1, round(most * BAR_PANELS)), rows=legend_rows([str(h.get_label()) for h in handles])
+        panels=max(len(panels), round(sum(bars) * BAR_PANELS)), rows=legend_rows([str(h.get_label()) for h in handles])
     )
-    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    heights = [number + TITLE_BARS for number in bars]
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, (workers, rate) in zip(axes, panels, strict=True):
         _bars(axis, [one for one in limited if (one.row.workers, one.row.rate_mbit or 0.0) == (workers, rate)])
         axis.set_title(f"{workers} workers, {f'{rate:g} Mbit/s' if rate else 'unlimited link'}")
