@@ -327,7 +327,7 @@ def test_forecast_of_another_model_from_a_bench(monkeypatch: pytest.MonkeyPatch)
     faster = forecast(cells, ["tsr"], wanted, speed=4.0).model
     assert values_of(faster)["optimizer tsr"] == pytest.approx(0.06)
     assert (faster.compute_s, faster.inverse_efficiency) == (pytest.approx(0.2), pytest.approx(1 / 0.95))
-    assert (faster.transfer_s, faster.latency_s) == (pytest.approx(2.5e-9 / 4), pytest.approx(5e-5))
+    assert (faster.transfer_s, faster.latency_s) == (pytest.approx(2.5e-9 / 4), 0)  # of busy cores
 
 
 def test_figure_has_a_line_a_method_and_marks_crossovers() -> None:
@@ -386,7 +386,7 @@ def test_command_writes_tables_and_figure(tmp_path: Path, capsys: pytest.Capture
 def test_crossovers_stand_by_method_and_workers() -> None:
     points: dict[Any, Any] = {("tsr", 8): 1234.56, ("tsr", 64): ALWAYS, ("galore", 8): NEVER, ("galore", 64): 7.0}
     rows = [Crossover(method=name, workers=size, bandwidth_mbit=point) for (name, size), point in points.items()]
-    shown = crossovers_table(rows, of="llama_60m", compute_s=1.5)
+    shown = crossovers_table(rows, of="llama_60m", compute_s=1.5, latency_ms=0.1)
     assert shown.columns == ("method", "8 workers", "64 workers")
     assert shown.rows == (("tsr", "1230", "always"), ("galore", "never", "7"))
 

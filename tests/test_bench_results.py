@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sweep.bench import loss, steps
+from sweep.bench import cost, loss, steps
 from sweep.bench.cells import CONTESTANTS, Row
 from sweep.bench.cost_model import hold_out
 from sweep.bench.report import write
@@ -74,6 +74,13 @@ def test_the_page_shows_the_results(
     page = copied_page(tmp_path)
     put((str(page), marker), table(read(RESULTS / name)).markdown())
     assert page.read_text() == (ROOT / "README.md").read_text()
+
+
+def test_the_page_shows_what_the_cost_model_says(tmp_path: Path) -> None:
+    page = copied_page(tmp_path)
+    assert cost.main([str(RESULTS / "bench.csv"), "--out", str(tmp_path), "--readme", str(page), "bench-cost"]) == 0
+    assert page.read_text() == (ROOT / "README.md").read_text()
+    assert (tmp_path / "cost.md").read_text() == (RESULTS / "cost.md").read_text()
 
 
 def test_the_cost_model_predicts_cells_that_it_has_not_seen() -> None:

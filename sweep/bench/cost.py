@@ -43,9 +43,9 @@ LEAST = {"workers": 2, "cores": 1, "rate_mbit": 0.1, "step_s": 1e-6} | dict.from
 )
 RULE = "Each cell is predicted by a model that has not seen it: all of its number of workers and rate are held out."
 EXTRAPOLATED = (
-    "Extrapolated: workers on machines of their own, a ring all-reduce of 2 (N − 1) hops, every link at its rate at "
-    "once; seconds of optimizer and of sending software from the bench's machine, so a link faster than that software "
-    "gains nothing."
+    "Extrapolated: workers on machines of their own, a ring all-reduce of 2 (N − 1) hops of {latency_ms:g} ms each, "
+    "every link at its rate at once; seconds of optimizer and of sending software from the bench's machine, so a link "
+    "faster than that software gains nothing."
 )
 
 
@@ -73,7 +73,7 @@ def parameters_table(model: CostModel) -> Table:
     efficiency = f"{1 / model.inverse_efficiency:.3f}" if model.inverse_efficiency else "-"
     rows = (
         ("compute", f"{model.compute_s:.4g}", "s a step"),
-        ("latency of a hop", f"{1e6 * model.latency_s:.4g}", "µs"),
+        ("latency of a hop, busy cores", f"{1e6 * model.latency_s:.4g}", "µs"),
         ("efficiency of the link", efficiency, "payload bits for a bit of rate"),
         ("transfer", f"{1e9 * model.transfer_s:.4g}", "ns a byte sent"),
         ("packing", f"{1e9 * model.packing_s:.4g}", "ns a byte of payload"),
@@ -126,7 +126,7 @@ def predictions_table(rows: Sequence[Prediction]) -> Table:
     return Table(f"Predicted step time, {rows[0].model}", columns, shown)
 
 
-def crossovers_table(crossovers: Sequence[Crossover], *, of: str, compute_s: float) -> Table:
+def crossovers_table(crossovers: Sequence[Crossover], *, of: str, compute_s: float, latency_ms: float) -> Table:
     """A row a method, a column a number of workers."""
     sizes = dict.fromkeys(point.workers for point in crossovers)
     points = {(point.method, point.workers): point.bandwidth_mbit for point in crossovers}
@@ -141,7 +141,10 @@ def crossovers_table(crossovers: Sequence[Crossover], *, of: str, compute_s: flo
         f"Bandwidth (Mbit/s) below which a step takes less time than {BASELINE}'s, {of}, {compute_s:.3g} s of compute",
         ("method", *(f"{size} workers" for size in sizes)),
         rows,
-        (f"Looked for from {low:g} to {high:g} Mbit/s: always or never is within these.", EXTRAPOLATED),
+        (
+            f"Looked for from {low:g} to {high:g} Mbit/s: always or never is within these.",
+            EXTRAPOLATED.format(latency_ms=latency_ms),
+        ),
     )
 
 
@@ -190,7 +193,7 @@ def draw(found: Forecast, places: Sequence[Place], crossovers: Sequence[Crossove
     caption = (
         f"Predicted speed-up of a step over {BASELINE}, {of}, {fitted.compute_s:.3g} s of compute, ring all-reduce, "
         "each worker on a machine of its own; a marker is the bandwidth below which the method pays. "
-        f"Latency of a link {places[0].latency_ms:g} ms. Where a worker's software is slower than the link, beyond "
+        f"A hop takes {places[0].latency_ms:g} ms. Where a worker's software is slower than the link, beyond "
         f"{goodput}, bandwidth changes nothing."
     )
     with mpl.rc_context(RC):
@@ -235,7 +238,8 @@ def _report(
     methods = [method for method in found.messages if method != BASELINE]
     crossovers = [crossover(found, method, place) for place in places for method in methods]
     predicted = predictions(found, [replace(place, rate_mbit=rate) for place in places for rate in rates], of=of)
-    points = crossovers_table(crossovers, of=of, compute_s=found.model.compute_s)
+    seconds = found.model.compute_s
+    points = crossovers_table(crossovers, of=of, compute_s=seconds, latency_ms=options.latency_ms)
     tables = (parameters_table(fit(cells)), holdout_table(held), predictions_table(predicted), points)
     text = "\n".join(table.markdown() for table in tables)
     short = f"{error_line(held)}. {RULE}\n\n{points.markdown()}"
@@ -258,7 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--methods", help="contestants to predict; by default all that were measured")
     add("--workers", default="4,64,1024", help="numbers of workers to predict")
     add("--rate", default="10,100,1000", help="Mbit/s of every link")
-    add("--latency-ms", type=float, default=0.0, help="of a link, beside the software's own")
+    add("--latency-ms", type=float, default=0.1, help="of a hop, link and software")
     add("--compute-s", type=float, help="of a worker's forward and backward; by default the bench's, by parameters")
     add("--speed", type=float, default=1.0, help="of a worker's machine over the bench's: divides all other seconds")
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more of the configuration, as in rank.linear=128")

@@ -48,7 +48,7 @@ class Messages:
 class Place:
     """Where a step runs: workers, each worker's link (``rate_mbit=None``: unlimited), and the cores they share.
 
-    ``cores=None``: a machine of its own for each worker. ``latency_ms``: of the link, added to the software's own.
+    ``cores=None``: a machine of its own for each worker. ``latency_ms``: of a hop, added to the cost model's.
     """
 
     workers: int
@@ -119,12 +119,15 @@ class CostModel:
         )
 
     def scaled(self, *, size: float, speed: float, compute_s: float | None = None) -> CostModel:
-        """For a model of ``size`` times the parameters, on machines of ``speed`` times the speed."""
+        """For a model of ``size`` times the parameters, on machines of ``speed`` times the speed.
+
+        A hop takes there what the place says alone: on the bench it waits for a core that others compute on.
+        """
         return replace(
             self,
             compute_s=self.compute_s * size / speed if compute_s is None else compute_s,
             optimizer_s={method: seconds * size / speed for method, seconds in self.optimizer_s.items()},
-            latency_s=self.latency_s / speed,
+            latency_s=0.0,
             transfer_s=self.transfer_s / speed,
             packing_s=self.packing_s / speed,
             hook_s={method: seconds * size / speed for method, seconds in self.hook_s.items()},

@@ -1,9 +1,10 @@
 """Step times that no bench has measured, from a cost model: what each method sends is counted by dry runs.
 
 Extrapolated, and not measured, are: workers beyond those of the bench, each on a machine and a link of its own, all at
-full rate at once; a ring all-reduce at any number of them, so that latency grows with its 2 (N - 1) hops; other
-models, with seconds of the optimizer, of PowerSGD's hook and, unless given, of compute in proportion to parameters;
-other machines, by their speed. On links faster than 1 / transfer, predictions show that software, not the link.
+full rate at once; a ring all-reduce at any number of them, so that latency grows with its 2 (N - 1) hops, each of which
+takes what is given, for those of the bench wait for busy cores; other models, with seconds of the optimizer, of
+PowerSGD's hook and, unless given, of compute in proportion to parameters; other machines, by their speed. On links
+faster than 1 / transfer, predictions show that software, not the link.
 """
 
 from __future__ import annotations
