@@ -270,10 +270,12 @@ def fill(file: Path, name: str, text: str) -> str:
     """The text of `file` with `text` between its comments `begin NAME` and `end NAME`, in the place of what is there.
 
     Raises:
-        ValueError: `file` lacks one of them, or has it twice.
+        ValueError: There is no `file`, or it lacks one of them, or has it twice.
     """
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-    content = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if not file.is_file():
+        raise ValueError(f"--readme must begin with a file that exists, got '{file}'")
+    content = file.read_text(encoding="utf-8")
     before, _, rest = content.partition(begin)
     _, _, after = rest.partition(end)
     if content.count(begin) != 1 or content.count(end) != 1 or end not in rest:

@@ -188,8 +188,10 @@ def test_without_root_there_is_a_reason_and_a_way(
         (["--rates", "none"], "--rates: each must be Mbit/s between .*, got 'none'"),
         (["--methods", "sgd"], "--methods: each must be one of adamw, .*, got 'sgd'"),
         (["--workers", "1"], "--workers must be a whole number from 2, got 1"),
+        (["--target", "nan"], "--target must be a positive loss, in nats, got nan"),
+        (["--target", "inf"], "--target must be a positive loss, in nats, got inf"),
         (["--experiment", "nothing"], "experiment=nothing"),
-        (["--readme", "nowhere.md", "loss"], "--readme: 'nowhere.md' needs"),
+        (["--readme", "nowhere.md", "loss"], "--readme must begin with a file that exists, got 'nowhere.md'"),
     ],
 )
 def test_a_mistake_about_the_time_to_a_loss_is_one_line(

@@ -416,11 +416,15 @@ def test_bad_values_are_named(
         (["--methods", "tsr,nope"], "--methods: each must be one of adamw, adamw_late"),
         (["--methods", "ddp_adamw"], "--methods must name one besides"),
         (["--compute-s", "-1"], "--compute-s must be a number of 0 or more, got -1.0"),
+        (["--workers", "1,8"], "--workers: each must be a whole number from 2, got '1,8'"),
         (["--latency-ms", "nan"], "--latency-ms must be a number of 0 or more, got nan"),
         (["--speed", "0"], "--speed must be a positive number"),
         (["--workers", "8,x"], "--workers: each must be a positive whole number, as in 10,100, got '8,x'"),
         (["--set", "model.num_layers"], "model.num_layers"),
-        (["--readme", "absent.md", "cost", "--methods", "tsr", "--set", *SMALL], "needs one line <!-- begin cost -->"),
+        (
+            ["--readme", "absent.md", "cost", "--methods", "tsr", "--set", *SMALL],
+            "--readme must begin with a file that exists, got 'absent.md'",
+        ),
     ],
 )
 def test_bad_options_are_one_line(
@@ -447,5 +451,7 @@ def test_bad_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "no cells are left to fit on" in error_of(one)
     (tmp_path / "out").touch()
     all_there = written(tmp_path / "bench.csv", make_cells())
-    assert "File exists" in (error := error_of(all_there, "--methods", "tsr", "--set", *SMALL))
+    assert "--out must be a folder, or a place for a new one, got" in (
+        error := error_of(all_there, "--methods", "tsr", "--set", *SMALL)
+    )
     assert error.startswith("error: ") and error.count("\n") == 1

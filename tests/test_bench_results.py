@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sweep.bench import cost, loss, steps
+from sweep.bench import cost, loss, memory, steps
 from sweep.bench.cells import CONTESTANTS, Row
 from sweep.bench.cost_model import hold_out
 from sweep.bench.report import write
@@ -65,6 +65,7 @@ def read_loss(path: Path) -> list[loss.Reached]:
     [
         ("loss.csv", "bench-loss", read_loss, loss.table),
         ("steps-llama_60m.json", "bench-steps", read_json, steps.table),
+        ("memory.json", "bench-memory", read_json, memory.table),
         ("steps-llama_350m.json", "bench-steps-350m", read_json, steps.table),
     ],
 )

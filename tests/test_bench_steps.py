@@ -95,15 +95,23 @@ def test_what_adamw_would_take_is_twelve_bytes_a_parameter() -> None:
 @pytest.mark.parametrize(
     ("command", "arguments", "said"),
     [
-        (steps.main, ["--model", "gpt"], "model=gpt"),
-        (steps.main, ["--length", "0"], "--length must be from 1"),
-        (steps.main, ["--tokens", "16"], "--length must be from 1 to --tokens"),
-        (steps.main, ["--repeats", "0"], "--repeats from 1"),
-        (steps.main, ["--readme", "nowhere.md", "steps"], "--readme: 'nowhere.md' needs"),
-        (memory.main, ["--models", "llama_60m,gpt"], "model=gpt"),
-        (memory.main, ["--step", "gpt"], "model=gpt"),
-        (memory.main, ["--passes", "0"], "--length and --passes must be from 1, got 256 and 0"),
-        (memory.main, ["--readme", "nowhere.md", "memory"], "--readme: 'nowhere.md' needs"),
+        (steps.main, ["--model", "gpt"], "--model must be one of llama_60m"),
+        (steps.main, ["--length", "0"], "--length must be a whole number from 1, got 0"),
+        (steps.main, ["--tokens", "16"], "--tokens must be a whole number from 256, the --length, got 16"),
+        (steps.main, ["--repeats", "0"], "--repeats must be a whole number from 1, got 0"),
+        (
+            steps.main,
+            ["--readme", "nowhere.md", "steps"],
+            "--readme must begin with a file that exists, got 'nowhere.md'",
+        ),
+        (memory.main, ["--models", "llama_60m,gpt"], "--models must be one of llama_60m"),
+        (memory.main, ["--step", "gpt"], "--step must be one of llama_60m"),
+        (memory.main, ["--passes", "0"], "--passes must be a whole number from 1, got 0"),
+        (
+            memory.main,
+            ["--readme", "nowhere.md", "memory"],
+            "--readme must begin with a file that exists, got 'nowhere.md'",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_measured(
@@ -132,3 +140,12 @@ def test_a_step_that_the_kernel_ends_is_one_line(
     error = capsys.readouterr().err
     assert error.startswith("error: the step of llama_1b was killed") and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", [steps.main, memory.main])
+def test_out_must_be_a_folder(
+    command: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "file").write_text("")
+    assert command(["--out", str(file)]) == 1
+    assert f"--out must be a folder, or a place for a new one, got {file}" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from typing import Any
 from sweep.bench.cells import CONTESTANTS, Contestant, Loopback, Row, Work, overrides, run_cell
 from sweep.bench.network import MAX_HOSTS, HostFailed, Link, Network, NetworkUnavailable, why_not
 from sweep.bench.report import write
-from sweep.bench.rows import read_rows, write_rows
+from sweep.bench.rows import check_folder, read_rows, write_rows
 from sweep.cells import compose
 from sweep.report import check_place
 from train import count
@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         plan = _plan(options)
         check_place(options.readme)
+        check_folder(options.out)
         if not plan.loopback and (reason := why_not()):
             print(f"skipped: {reason}; --loopback needs neither root nor ip", file=sys.stderr)
             return 1
@@ -103,7 +104,10 @@ def _plan(options: argparse.Namespace) -> Plan:
         repeats=options.repeats,
     )
     for contestant in contestants:
-        count(compose(*overrides(work, contestant), "dry_run=true", "world_size=2"))
+        try:
+            count(compose(*overrides(work, contestant), "dry_run=true", "world_size=2"))
+        except ValueError as error:
+            raise ValueError(f"--experiment, --model or --set: {error}") from None
     return Plan(workers=workers, rates=rates, contestants=contestants, work=work, loopback=options.loopback)
 
 
@@ -157,6 +161,7 @@ def _measure(plan: Plan, results: Path, cells: Path) -> None:
                     if (contestant.name, workers, rate) in done:
                         print(f"{name}: measured before")
                         continue
+                    print(f"{name}: begins", flush=True)
                     row = run_cell(place, contestant, plan.work, cells / name)
                     write_rows(results, [*read_rows(results, Row), row])
                     print(f"{name}: {row.step_s:.3f} s a step, {row.payload / 1e6:.3f} MB", flush=True)

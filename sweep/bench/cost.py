@@ -30,7 +30,7 @@ from sweep.bench.forecast import (
     predictions,
 )
 from sweep.bench.report import BASELINE
-from sweep.bench.rows import read_rows, write_rows
+from sweep.bench.rows import check_folder, read_rows, write_rows
 from sweep.report import check_place, put
 from sweep.style import RC, Drawn, add_legend, format_bytes, legend_rows, method_style, new_figure, save
 from sweep.tables import Table
@@ -205,9 +205,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         check_place(options.readme)
+        check_folder(options.out)
         cells = read_cells(options.bench)
         methods = _methods(options.methods, cells)
         sizes = _listed("--workers", options.workers, int)
+        if min(sizes) < 2:
+            raise ValueError(f"--workers: each must be a whole number from 2, got {options.workers!r}")
         rates = _listed("--rate", options.rate, float)
         if not 0 < options.speed < math.inf:
             raise ValueError(f"--speed must be a positive number, got {options.speed}")

@@ -33,15 +33,15 @@ BANDWIDTHS_MBIT = (1.0, 1e5)  # where a crossover is looked for
 ALWAYS, NEVER = "always", "never"
 
 
-def job(model: str, *more: str) -> tuple[str, ...]:
-    """What the bench composes for a model of ``experiment=table3``; ``more`` are overrides.
+def job(model: str, *more: str, key: str = "--model") -> tuple[str, ...]:
+    """What the bench composes for a model of ``experiment=table3``; ``more`` are overrides, ``key`` asked for it.
 
     Raises:
         ValueError: If the experiment has no such model.
     """
     known = [name for name in compose("experiment=table3")["table3"] if name.startswith("llama_")]
     if model not in known:
-        raise ValueError(f"--model must be one of {', '.join(known)}, got {model!r}")
+        raise ValueError(f"{key} must be one of {', '.join(known)}, got {model!r}")
     return "experiment=table3", f"model={model}", "model.dtype=fp32", *more
 
 

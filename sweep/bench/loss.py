@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 from sweep.bench.cells import launch
 from sweep.bench.network import HostFailed, Link, Network, NetworkUnavailable, why_not
-from sweep.bench.rows import read_rows, write_rows
+from sweep.bench.rows import check_folder, read_rows, write_rows
 from sweep.cells import compose
 from sweep.report import check_place, put
 from sweep.tables import Table
@@ -76,9 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         check_place(options.readme)
+        check_folder(options.out)
         rates = [link_of(rate) for rate in options.rates.split(",")]
         if unknown := [name for name in options.methods.split(",") if name not in METHODS]:
             raise ValueError(f"--methods: each must be one of {', '.join(METHODS)}, got {unknown[0]!r}")
+        if not 0 < options.target < math.inf:
+            raise ValueError(f"--target must be a positive loss, in nats, got {options.target}")
         if options.workers < 2:
             raise ValueError(f"--workers must be a whole number from 2, got {options.workers}")
         common = (
@@ -99,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for link in rates:
                 network.set_link(link)
                 for name, job in jobs.items():
+                    print(f"{name}, {options.workers} workers, {link.rate_mbit:g} Mbit/s: begins", flush=True)
                     found = run(network, name, job, target=options.target, out=options.out)
                     done = [row for row in done if _key(row) != _key(found)] + [found]
                     write_rows(options.out / RESULTS, done)

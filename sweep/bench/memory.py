@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sweep.bench.forecast import job
 from sweep.bench.network import until_death
+from sweep.bench.rows import check_folder
 from sweep.bench.steps import loss_of, model_of
 from sweep.cells import compose
 from sweep.report import check_place, put
@@ -87,8 +89,8 @@ def peak_bytes() -> int:
 
 def predicted(model_name: str, method: str) -> int:
     """Bytes of weights and gradients in bf16 and of a method's state, by a dry run; activations are not in it."""
-    job = ("experiment=table3", f"model={model_name}", f"optimizer={method}", "dry_run=true", "world_size=1")
-    summary = count(compose(*job))
+    overrides = ("experiment=table3", f"model={model_name}", f"optimizer={method}", "dry_run=true", "world_size=1")
+    summary = count(compose(*overrides))
     return int(2 * summary["memory/weight_bytes"] + summary["memory/optimizer_state_bytes"])
 
 
@@ -143,10 +145,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     models, large = options.models.split(","), [options.step] if options.step else []
     try:
         check_place(options.readme)
-        if min(options.length, options.passes) < 1:
-            raise ValueError(f"--length and --passes must be from 1, got {options.length} and {options.passes}")
-        for model in (*models, *large):
-            predicted(model, "tsr")
+        check_folder(options.out)
+        for name in ("length", "passes"):
+            if getattr(options, name) < 1:
+                raise ValueError(f"--{name} must be a whole number from 1, got {getattr(options, name)}")
+        for key, names in (("--models", models), ("--step", large)):
+            for model in names:
+                job(model, key=key)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -42,6 +42,12 @@ def read_rows(path: Path, kind: type[R]) -> list[R]:
             raise ValueError(f"{path}, line {reader.line_num}: {error} is no value of its column") from None
 
 
+def check_folder(path: Path) -> None:
+    """Raise before anything is measured if ``--out`` is no folder and none can be made there."""
+    if not next(place for place in (path, *path.parents) if place.exists()).is_dir():
+        raise ValueError(f"--out must be a folder, or a place for a new one, got {path}")
+
+
 def write_rows(path: Path, rows: Sequence[Any]) -> None:
     """Write rows of one kind, at least one; whoever reads meanwhile finds whole rows alone."""
     text = io.StringIO()

@@ -28,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from data import Batch
 from data.batches import GlobalStep
 from data.tasks import TASKS
+from sweep.bench.forecast import job
+from sweep.bench.rows import check_folder
 from sweep.cells import compose
 from sweep.report import check_place, put
 from sweep.tables import Table
@@ -228,9 +230,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         check_place(options.readme)
-        if not 1 <= options.length <= min(options.tokens, options.loop_tokens) or options.repeats < 1:
-            raise ValueError("--length must be from 1 to --tokens and --loop-tokens, and --repeats from 1")
-        compose("experiment=table3", f"model={options.model}")
+        check_folder(options.out)
+        for name, least in (("length", 1), ("repeats", 1), ("tokens", options.length), ("loop_tokens", options.length)):
+            if getattr(options, name) < least:
+                key, of = name.replace("_", "-"), ", the --length" if "tokens" in name else ""
+                raise ValueError(f"--{key} must be a whole number from {least}{of}, got {getattr(options, name)}")
+        job(options.model)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
