@@ -288,5 +288,8 @@ if __name__ == "__main__":
     try:
         import_module("train").main()  # by its name, under which other processes find what they are handed
     except (KeyboardInterrupt, Interrupted):
-        print("interrupted; with resume=auto the same command goes on from the last checkpoint", file=sys.stderr)
+        print(
+            "interrupted; with resume=auto the same command goes on from its last checkpoint, if it has one",
+            file=sys.stderr,
+        )
         sys.exit(130)

@@ -7,6 +7,7 @@ computed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_HALF_UP, Decimal
@@ -164,7 +165,26 @@ def compose(*overrides: str) -> dict[str, Any]:
         with hydra.initialize_config_dir(str(Path(train.__file__).with_name("conf")), version_base="1.3"):
             return plain(hydra.compose("config", list(overrides)))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(f"{' '.join(overrides)}: {' '.join(str(error).split())}") from error
+        raise ValueError(_one_line(str(error), overrides)) from error
+
+
+def _one_line(message: str, overrides: Sequence[str]) -> str:
+    """Hydra's message after the override that it is about, or after all of them where it names none."""
+    message = " ".join(message.split())
+    keys = {override: override.partition("=")[0].lstrip("+~") for override in overrides}
+    named = [
+        override
+        for override, key in keys.items()
+        if any(text in message for text in (f"'{override}'", f"'{key}'", f"'{key}/", f"full_key: {key} "))
+    ]
+    if unknown := re.match("Could not override '([^']+)'", message):
+        message = f"the configuration has no {unknown[1]}"
+    elif absent := re.search(
+        "Could not find '([^']+)' Available options in '[^']+': (.+?)(?: Config search path|$)", message
+    ):
+        known = [name for name in absent[2].split() if not name.startswith("_")]
+        message = f"the configuration has no {absent[1]}; there are {', '.join(known)}"
+    return f"{' '.join(named or overrides)}: {message}"
 
 
 def counter(*, world_size: int = 8, overrides: Sequence[str] = ()) -> Count:

@@ -98,11 +98,20 @@ def test_the_wire_is_as_fast_as_any_cell_on_the_same_links_found_it() -> None:
 def test_the_table_compares_with_ddp_of_the_same_network() -> None:
     baseline = replace(ROW, method="ddp_adamw", step_s=30.0, communication_s=29.0, payload=232e6)
     elsewhere = replace(baseline, rate_mbit=1000.0, step_s=1.0)
-    shown = table(judge([ROW, baseline, elsewhere]), title="t", notes=["n"])
+    half = replace(elsewhere, method="ddp_bf16")
+    shown = table(judge([ROW, baseline, elsewhere, half]), title="t", notes=["n"])
     cells = dict(zip(shown.columns, (cell.text for cell in shown.cells[0]), strict=True))
     assert (cells["payload ×"], cells["communication ×"], cells["step ×"]) == ("11.60", "14.50", "10.00")
     assert cells["payload × bf16"] == "-"
     assert shown.notes == ("n",)
+
+
+def test_the_table_has_no_columns_of_peers_that_were_not_measured(tmp_path: Path) -> None:
+    baseline = replace(ROW, method="ddp_adamw")
+    for rows, last, noted in (([ROW], "step ÷ bound", False), ([ROW, baseline], "step ×", True)):
+        assert table(judge(rows), title="t", notes=["n"]).columns[-1] == last
+        text = write(rows, tmp_path, title="t", judge_name="hosts' interfaces", readme=None)
+        assert ("ddp_adamw's figure over the method's" in text) == noted
 
 
 def test_a_page_gets_the_slowest_link_of_most_workers_and_how_far_any_cell_is_from_the_ledger(tmp_path: Path) -> None:
@@ -154,7 +163,10 @@ def test_the_figure_marks_every_cell_of_limited_links(tmp_path: Path) -> None:
         (["--rates", "0"], "--rates: .*, got '0'"),
         (["--repeats", "0"], "--repeats must be a whole number from 1, got 0"),
         (["--loopback", "--rates", "100"], "--loopback limits no rate: --rates must be none, got 100"),
-        (["--model", "gpt"], "model=gpt .*llama_60m"),
+        (
+            ["--model", "gpt"],
+            "--set: model=gpt: the configuration has no model/gpt; there are llama_130m, .*llama_60m, .*roberta_base$",
+        ),
         (["--set", "rank.linear=100000"], "rank.linear=100000 is too large"),
         (["--set", "comm.speed=1"], "comm.speed"),
     ],
@@ -192,7 +204,12 @@ def test_without_root_there_is_a_reason_and_a_way(
         (["--workers", "1"], "--workers must be a whole number from 2, got 1"),
         (["--target", "nan"], "--target must be a positive loss, in nats, got nan"),
         (["--target", "inf"], "--target must be a positive loss, in nats, got inf"),
-        (["--experiment", "nothing"], "experiment=nothing"),
+        (
+            ["--experiment", "nothing"],
+            "--experiment or --set: experiment=nothing: .* has no experiment/nothing; there are .*slow_link",
+        ),
+        (["--set", "trainer.stepz=4"], "--set: trainer.stepz=4: the configuration has no trainer.stepz$"),
+        (["--set", "trainer.steps=-4"], "--set: trainer.steps must be .*, got -4"),
         (["--readme", "nowhere.md", "loss"], "--readme must begin with a file that exists, got 'nowhere.md'"),
     ],
 )

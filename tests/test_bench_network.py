@@ -16,17 +16,8 @@ from typing import Any
 
 import pytest
 
-from sweep.bench.network import (
-    BURST_BYTES,
-    PACKET_BYTES,
-    HostFailed,
-    Link,
-    Network,
-    NetworkUnavailable,
-    remove_leftovers,
-    socket_bytes,
-    why_not,
-)
+from sweep.bench.network import BURST_BYTES, PACKET_BYTES, Link, Network, remove_leftovers, socket_bytes, why_not
+from sweep.bench.processes import HostFailed, NetworkUnavailable
 
 ROOT = Path(__file__).parents[1]
 LIGHT_PYTHON = [sys.executable, "-I", "-S"]
@@ -63,9 +54,9 @@ else:
 BENCH = """
 import signal, sys
 from pathlib import Path
-from sweep.bench import network
+from sweep.bench import network, processes
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets background jobs ignore it
-network.STOP_SECONDS = 1.0
+processes.STOP_SECONDS = 1.0
 link = network.Link(rate_mbit=100)
 with network.Network(hosts=2, link=link) as standing:
     worker = sys.argv[2]
@@ -221,7 +212,7 @@ def test_a_packet_is_delayed_or_the_reason_given(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("possible")
 def test_a_failing_process_ends_the_others_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sweep.bench.network.STOP_SECONDS", 1.0)
+    monkeypatch.setattr("sweep.bench.processes.STOP_SECONDS", 1.0)
     others = f"[ -s {tmp_path}/host0.log ] && [ -s {tmp_path}/host2.log ]"
     failing = f"until {others}; do sleep 0.05; done; echo no such tensor; exit 3"
     scripts = [STUBBORN, failing, f"trap 'touch {tmp_path}/asked; exit' TERM; {POLITE}"]
@@ -275,7 +266,8 @@ def test_a_signal_leaves_nothing_and_has_its_usual_consequence(number: signal.Si
 @pytest.mark.usefixtures("possible")
 def test_a_second_signal_interrupts_no_cleaning_up() -> None:
     script = (
-        "import signal; from sweep.bench.network import Interrupted, Link, Network\n"
+        "import signal; from sweep.bench.network import Link, Network\n"
+        "from sweep.bench.processes import Interrupted\n"
         "with Network(hosts=1, link=Link(rate_mbit=None)):\n"
         "    try: signal.raise_signal(signal.SIGTERM)\n"
         "    except Interrupted:\n"

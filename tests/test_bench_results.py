@@ -42,7 +42,7 @@ def test_interfaces_sent_what_the_ledger_says(method: str, workers: int) -> None
     ("name", "marker", "title"),
     [
         ("bench.csv", "bench", "llama_60m, 1 × 16 tokens × 1 a worker and step"),
-        ("work.csv", "bench-work", "llama_60m, 12 × 256 tokens × 1 a worker and step"),
+        ("work.csv", "bench-work", "llama_60m, 16 × 256 tokens × 1 a worker and step"),
         ("overlap.csv", "bench-overlap", "llama_60m, 1 × 256 tokens × 1 a worker and step"),
     ],
 )

@@ -121,10 +121,22 @@ def test_without_a_process_group_the_payload_is_counted_all_the_same() -> None:
     assert communicator.ledger.other == {"evaluation": 16}
 
 
-def test_a_lone_worker_rounds_to_the_wire_as_many_would() -> None:
-    message = Message(torch.tensor([1 + 2**-9]), "core", "linear")
-    Communicator(dtype="bf16").mean([message])
-    assert message.tensor.item() == 1.0
+@pytest.mark.parametrize(("wire", "dtype"), [("bf16", torch.float32), ("fp32", torch.float64)])
+def test_a_lone_worker_rounds_to_the_wire_as_many_would(wire: str, dtype: torch.dtype) -> None:
+    rounded = Message(torch.tensor([1 + 2 * torch.finfo(dtype).eps], dtype=dtype), "core", "linear")
+    Communicator(dtype=wire).mean([Message(torch.zeros(1, dtype=torch.bfloat16), "core", "linear"), rounded])
+    assert rounded.tensor.item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("wire", "dtype"), [("fp32", torch.float32), ("fp32", torch.bfloat16), ("bf16", torch.bfloat16)]
+)
+def test_a_lone_worker_does_not_copy_what_the_wire_would_not_round(wire: str, dtype: torch.dtype) -> None:
+    communicator = Communicator(dtype=wire, bucket_mib=32 / 2**20)
+    sent = messages(1.0, dtype)
+    communicator.mean(sent)
+    assert [message.tensor._version for message in sent] == [0, 0, 0]  # of writes into the tensor
+    assert communicator.ledger.close_step().total == 23 * communicator.dtype.itemsize
 
 
 def test_nothing_to_send_is_no_round() -> None:

@@ -141,7 +141,7 @@ def test_an_interrupted_job_says_so(number: signal.Signals, folder: Path) -> Non
     assert_gone(workers)
     assert outcome.status not in (0, None)
     assert "Traceback" not in outcome.text, outcome.text
-    assert "interrupted; with resume=auto the same command goes on from the last checkpoint" in outcome.text
+    assert "interrupted; with resume=auto the same command goes on from its last checkpoint" in outcome.text
     summary = read_summary(directory)
     assert (summary["status"], summary["error"]) == ("failed", f"interrupted: {number.name}")
 

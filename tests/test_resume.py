@@ -35,7 +35,6 @@ from tests.jobs import (
     altered_optimizer,
     assert_same_run,
     compose,
-    make_rows,
     read_record,
     run_job,
     stopping_before,
@@ -82,42 +81,37 @@ def saved(directory: Path, step: int) -> Path:
     return directory / "checkpoints" / f"step_{step:08d}"
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> data.Prepared:
-    return make_rows(tmp_path_factory.mktemp("data") / "rows", padded=True)
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("method", METHODS)
-def test_resumed_twice_is_the_run_that_was_not(method: str, dtype: str, rows: data.Prepared, tmp_path: Path) -> None:
+def test_resumed_twice_is_the_run_that_was_not(method: str, dtype: str, padded: data.Prepared, tmp_path: Path) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    straight_and_resumed_twice(job(method, dtype), straight, resumed, rows, micro_batches=2)
+    straight_and_resumed_twice(job(method, dtype), straight, resumed, padded, micro_batches=2)
     assert_same_run(straight, resumed)
     assert [row["step"] for row in read_rows(resumed / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.distributed
-def test_resumed_twice_on_two_workers(rows: data.Prepared, tmp_path: Path) -> None:
+def test_resumed_twice_on_two_workers(padded: data.Prepared, tmp_path: Path) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    run(2, straight_and_resumed_twice, job("tsr", "bf16", nproc=2), straight, resumed, rows, 1)
+    run(2, straight_and_resumed_twice, job("tsr", "bf16", nproc=2), straight, resumed, padded, 1)
     assert_same_run(straight, resumed)
 
 
 @pytest.fixture(scope="module")
-def finished(rows: data.Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(padded: data.Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with all of its checkpoints; tests copy it and do not touch it."""
     directory = tmp_path_factory.mktemp("runs") / "finished"
-    run_job(job("tsr"), directory, rows)
+    run_job(job("tsr"), directory, padded)
     return directory
 
 
 @pytest.mark.parametrize("path", ["checkpoints/step_00000006", "."])
 def test_resume_by_path_into_a_new_directory_keeps_the_earlier_rows(
-    path: str, finished: Path, rows: data.Prepared, tmp_path: Path
+    path: str, finished: Path, padded: data.Prepared, tmp_path: Path
 ) -> None:
     """From a checkpoint, or the newest of a run, which is that of its last step: nothing is left to do there but to
     evaluate."""
-    run_job(job("tsr", resume=str(finished / path)), tmp_path, rows)
+    run_job(job("tsr", resume=str(finished / path)), tmp_path, padded)
     there, here = read_record(finished), read_record(tmp_path)
     assert here.rows[:6] == there.rows[:6]
     assert [row["step"] for row in here.rows] == list(range(1, STEPS + 1))
@@ -128,7 +122,7 @@ def test_resume_by_path_into_a_new_directory_keeps_the_earlier_rows(
 
 def test_a_truncated_newest_checkpoint_is_passed_over_with_a_warning(
     finished: Path,
-    rows: data.Prepared,
+    padded: data.Prepared,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -139,7 +133,7 @@ def test_a_truncated_newest_checkpoint_is_passed_over_with_a_warning(
     monkeypatch.setattr(LOGGER, "propagate", True)
     steps: list[int] = []
     with mock.patch.object(checkpoint, "save", side_effect=note_step(steps)):
-        run_job(job("tsr"), directory, rows)
+        run_job(job("tsr"), directory, padded)
     assert steps == [9]  # made anew from 6
     assert_same_run(finished, directory)
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
@@ -158,17 +152,17 @@ def note_step(steps: list[int]) -> Callable[..., Path]:
 
 @pytest.mark.parametrize(("resume", "start"), [(None, 0), ("step_00000003", 3)])
 def test_a_run_that_goes_back_forgets_what_came_after(
-    resume: str | None, start: int, finished: Path, rows: data.Prepared, tmp_path: Path
+    resume: str | None, start: int, finished: Path, padded: data.Prepared, tmp_path: Path
 ) -> None:
     """Else a later checkpoint of the earlier attempt would be resumed from, with rows missing before it."""
     directory = tmp_path / "run"
     shutil.copytree(finished, directory)
     config = job("tsr", resume=resume and str(directory / "checkpoints" / resume))
     with stopping_before(2 * 2), pytest.raises(Stopped):
-        run_job(config, directory, rows)
+        run_job(config, directory, padded)
     assert checkpoint.list_checkpoints(directory / "checkpoints") == [saved(directory, 3)] * (start == 3)
     assert [row["step"] for row in read_rows(directory / "metrics.jsonl")] == list(range(1, start + 3))
-    run_job(job("tsr"), directory, rows)
+    run_job(job("tsr"), directory, padded)
     assert_same_run(finished, directory)
 
 
@@ -416,8 +410,8 @@ def test_a_checkpoint_past_the_end_is_refused(tmp_path: Path) -> None:
         find(str(path), tmp_path / "own", checkpoint.signature(*made), steps=5)
 
 
-def test_rates_are_the_configurations_and_not_the_checkpoints(rows: data.Prepared, tmp_path: Path) -> None:
-    run_job(compose("tsr", {"trainer.steps": 4, "trainer.checkpoint_every": 2}), tmp_path / "first", rows)
+def test_rates_are_the_configurations_and_not_the_checkpoints(padded: data.Prepared, tmp_path: Path) -> None:
+    run_job(compose("tsr", {"trainer.steps": 4, "trainer.checkpoint_every": 2}), tmp_path / "first", padded)
     source = str(tmp_path / "first" / "checkpoints" / "step_00000002")
     changes = {"trainer.steps": 4, "optimizer.lr": 0.5, "optimizer.weight_decay": 0.25, "resume": source}
     used: list[Any] = []
@@ -428,7 +422,7 @@ def test_rates_are_the_configurations_and_not_the_checkpoints(rows: data.Prepare
         )
 
     with altered_optimizer(watch):
-        run_job(compose("tsr", changes), tmp_path / "second", rows)
+        run_job(compose("tsr", changes), tmp_path / "second", padded)
     recorded = [row["lr"] for row in read_rows(tmp_path / "second" / "metrics.jsonl")][2:]
     assert len(recorded) == 2 and min(recorded) > 0.01
     assert used == [(pytest.approx(lr), 0.25) for lr in recorded for _ in range(4)]

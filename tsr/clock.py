@@ -37,4 +37,4 @@ class Lap:
     @property
     def seconds(self) -> float:
         """Their sum; waits for the end of the last."""
-        return sum(seconds_between(start, end) for start, end in self.stretches)
+        return sum((seconds_between(start, end) for start, end in self.stretches), 0.0)

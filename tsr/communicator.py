@@ -3,8 +3,8 @@
 `Communicator.mean` packs the messages of one round into flat buffers of the wire's dtype, buckets, runs one all-reduce
 over each and writes the ledger. `Communicator.open` does the same for messages that come one after the other: a bucket
 leaves as soon as it and all before it are full, while backward goes on. What is in a bucket depends on the list of
-messages alone, so that both ways give the same bits. Without a process group all takes the same path, less the
-collective itself, and the payload that would have been sent is counted.
+messages alone, so that both ways give the same bits. Without a process group there is no collective, and the payload
+that would have been sent is counted; messages that the wire's dtype would round are rounded all the same.
 """
 
 from __future__ import annotations
@@ -123,6 +123,12 @@ class Communicator:
             elements += size
         return buckets
 
+    def _leaves_alone(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are their own mean, to the bit: there is no other worker, and the wire would not round them."""
+        return not self._connected and all(
+            torch.promote_types(tensor.dtype, self.dtype) == self.dtype for tensor in tensors
+        )
+
     def _take_buffer(self, elements: int, device: torch.device) -> Tensor:
         """A flat tensor of at least so many elements; `Round` gives it back, so that a step allocates none."""
         fitting = [buffer for buffer in self._buffers if buffer.numel() >= elements and buffer.device == device]
@@ -187,7 +193,7 @@ class Round:
         self._early = early
         self._tensors: list[Tensor | None] = [None] * len(announced)
         self._buckets = communicator._buckets([message.elements for message in announced])
-        self._sent: list[_Sent] = []
+        self._sent: list[_Sent | None] = []  # in order; None where the messages are their own mean
 
     @torch.no_grad()
     def put(self, index: int, tensor: Tensor) -> None:
@@ -211,25 +217,30 @@ class Round:
 
     def _send(self, bucket: Sequence[int]) -> None:
         communicator = self._communicator
+        for index in bucket:
+            message = self._announced[index]
+            communicator.ledger.record(
+                message.role, message.kind, elements=message.elements, itemsize=communicator.dtype.itemsize
+            )
         tensors = [tensor for index in bucket if (tensor := self._tensors[index]) is not None]
+        if communicator._leaves_alone(tensors):
+            self._sent.append(None)
+            return
         start = mark(tensors[0].device)
         sizes = [tensor.numel() for tensor in tensors]
         buffer = communicator._take_buffer(sum(sizes), tensors[0].device)
         flat = buffer[: sum(sizes)]
         parts = [part.view_as(tensor) for part, tensor in zip(flat.split(sizes), tensors, strict=True)]
         torch._foreach_copy_(parts, tensors)
-        for index in bucket:
-            message = self._announced[index]
-            communicator.ledger.record(
-                message.role, message.kind, elements=message.elements, itemsize=communicator.dtype.itemsize
-            )
         work = None
         if communicator._connected:
             work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=communicator._group, async_op=True)
         self._sent.append(_Sent(tensors, flat, buffer, work))
         communicator._stretches.append((start, mark(flat.device)))
 
-    def _receive(self, sent: _Sent) -> None:
+    def _receive(self, sent: _Sent | None) -> None:
+        if sent is None:
+            return
         start = mark(sent.flat.device)
         if sent.work is not None:
             sent.work.wait()

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from sweep.bench.cells import CONTESTANTS, Contestant, Loopback, Row, Work, overrides, run_cell
-from sweep.bench.network import MAX_HOSTS, HostFailed, Link, Network, NetworkUnavailable, why_not
+from sweep.bench.network import MAX_HOSTS, Link, Network, why_not
+from sweep.bench.processes import HostFailed, NetworkUnavailable
 from sweep.bench.report import write
 from sweep.bench.rows import check_folder, read_rows, write_rows
 from sweep.cells import compose

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sweep.bench.network import HostFailed, Link, Network, tail, until_death
+from sweep.bench.network import Link, Network
+from sweep.bench.processes import HostFailed, tail, until_death
 from sweep.bench.worker import Spec
 
 PORT = 29500

@@ -16,12 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra.errors import InstantiationException
+from omegaconf import OmegaConf
+
 from sweep.bench.cells import launch
-from sweep.bench.network import HostFailed, Link, Network, NetworkUnavailable, why_not
+from sweep.bench.network import Link, Network, why_not
+from sweep.bench.processes import HostFailed, NetworkUnavailable
 from sweep.bench.rows import check_folder, read_rows, write_rows
 from sweep.cells import compose
 from sweep.report import check_place, put
 from sweep.tables import Table
+from train import check
+from tsr.harness.hydra_hooks import explain
 from tsr.harness.settings import config_hash
 
 BASELINE = "adamw"
@@ -93,8 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "device=cpu",
         )
         jobs = {name: (*common, *METHODS[name], *options.set) for name in options.methods.split(",")}
-        for job in jobs.values():
-            compose(*job)
+        try:
+            for job in jobs.values():
+                check(compose(*job))
+        except (ValueError, OSError, InstantiationException) as error:
+            raise ValueError(f"--experiment or --set: {explain(error, OmegaConf.create())}") from None
         if reason := why_not():
             print(f"skipped: {reason}", file=sys.stderr)
             return 1

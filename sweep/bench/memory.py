@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sweep.bench.forecast import job
-from sweep.bench.network import until_death
+from sweep.bench.processes import until_death
 from sweep.bench.rows import check_folder
 from sweep.bench.steps import loss_of, model_of
 from sweep.cells import compose
@@ -39,6 +39,7 @@ def gradient_memory(*overrides: str, passes: int, length: int) -> dict[str, int]
     Looked at whenever a gradient is complete: it, all that are kept, and the cores that stand for others.
     """
     peaks: dict[str, int] = {}
+    print(f"gradients with {' '.join(overrides)}: begin", flush=True)
     for name in ("dense", "core"):
         config, model = model_of(*overrides, f"optimizer.accumulate={'core' if name == 'core' else 'null'}")
         optimizer: LowRankAdam = build_optimizer(config, model, Communicator())
@@ -96,6 +97,7 @@ def predicted(model_name: str, method: str) -> int:
 
 def step_apart(model_name: str, *, length: int) -> dict[str, Any]:
     """`one_step` in a process of its own, and what is predicted for tsr and adamw."""
+    print(f"a step of {model_name}: begins", flush=True)
     own = [*until_death(), sys.executable, "-m", "sweep.bench.memory"]
     step = [*own, "--one-step", model_name, "--length", str(length)]
     done = subprocess.run(step, check=True, stdout=subprocess.PIPE, text=True)

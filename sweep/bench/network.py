@@ -11,28 +11,33 @@ which makes its bytes 1.005 times the payload. Linux and root are needed, and ``
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import FrameType
-from typing import Any
+
+from sweep.bench.processes import (
+    POLL_SECONDS,
+    NetworkUnavailable,
+    Signals,
+    batch,
+    end,
+    kill,
+    raise_failures,
+    start,
+    tail,
+    tool,
+)
 
 INTERFACE = "eth0"
 MAX_HOSTS = 254
-STOP_SECONDS = 5.0
-POLL_SECONDS = 0.05
-TAIL_LINES = 15
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # tbf splits packets larger than its bucket, and every part is counted with a header, so the bucket must hold them; and
 # what it holds passes at once, which shows in short messages. Packets of 16 KiB allow a bucket of 32 KiB: 3 % of 1 MiB.
 PACKET_BYTES = 16 * 1024
@@ -43,18 +48,6 @@ QUEUE_SECONDS = 0.05
 _PREFIX = "tsr-bench"
 _OWNED = re.compile(rf"{_PREFIX}-(?P<pid>\d+)-(?P<started>\d+)-")
 _serial = itertools.count()
-
-
-class NetworkUnavailable(RuntimeError):
-    """No such network can be made on this machine; the message is the reason."""
-
-
-class HostFailed(RuntimeError):
-    """A process on a host ended with an error; all others were ended."""
-
-
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM, raised where Python happens to be: no ``except Exception`` may swallow it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +125,7 @@ class Network:
         self.addresses = [f"10.77.0.{host + 1}" for host in range(hosts)]
         self.interface = INTERFACE
         self._prefix = ""
-        self._signals = _Signals()
+        self._signals = Signals()
 
     def __enter__(self) -> Network:
         _require_tools()
@@ -164,7 +157,7 @@ class Network:
     def counters(self) -> list[Counters]:
         """Each host's interface, by host; a process in the host reads its own by ``interface_counters``."""
         return [
-            _parse_counters(_tool("ip", "netns", "exec", self._host(host), "cat", "/proc/net/dev"), INTERFACE)
+            _parse_counters(tool("ip", "netns", "exec", self._host(host), "cat", "/proc/net/dev"), INTERFACE)
             for host in range(self.hosts)
         ]
 
@@ -174,7 +167,7 @@ class Network:
             sum(
                 queue.get("drops", 0)
                 for namespace, device in self._ends(host)
-                for queue in json.loads(_tool("tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", device))
+                for queue in json.loads(tool("tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", device))
             )
             for host in range(self.hosts)
         ]
@@ -210,16 +203,16 @@ class Network:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for host, log in enumerate(logs):
-                processes.append(_start(command(host), namespace=self._host(host), log=log, env=env or {}))
+                processes.append(start(command(host), namespace=self._host(host), log=log, env=env or {}))
             while running := [host for host, process in enumerate(processes) if process.poll() is None]:
-                _raise_failures(processes, logs)
+                raise_failures(processes, logs)
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"after {timeout_s:g} s host {running[0]} still runs;{tail(logs[running[0]])}")
                 time.sleep(POLL_SECONDS)
-            _raise_failures(processes, logs)
+            raise_failures(processes, logs)
         except BaseException:
             with self._signals.held():
-                _end(processes, [self._host(host) for host in range(self.hosts)])
+                end(processes, [self._host(host) for host in range(self.hosts)])
             raise
         return logs
 
@@ -232,11 +225,11 @@ class Network:
 
     def _make(self) -> None:
         switch = f"{self._prefix}switch"
-        _batch("ip", [f"netns add {name}" for name in (switch, *map(self._host, range(self.hosts)))])
+        batch("ip", [f"netns add {name}" for name in (switch, *map(self._host, range(self.hosts)))])
         # Without multicast and IPv6 addresses nobody looks for neighbours: the counters hold the workers' bytes alone.
         quiet = "multicast off addrgenmode none"
         bridge = ["link add bridge type bridge mcast_snooping 0", f"link set bridge {quiet}", "link set bridge up"]
-        _batch("ip", bridge, namespace=switch)
+        batch("ip", bridge, namespace=switch)
         for host, address in enumerate(self.addresses):
             _, (_, port) = self._ends(host)
             lines = [
@@ -246,9 +239,9 @@ class Network:
                 f"link set {INTERFACE} up",
                 f"address add {address}/24 dev {INTERFACE}",
             ]
-            _batch("ip", lines, namespace=self._host(host))
+            batch("ip", lines, namespace=self._host(host))
             lines = [f"link set {port} gso_max_size {PACKET_BYTES} {quiet}", f"link set {port} master bridge up"]
-            _batch("ip", lines, namespace=switch)
+            batch("ip", lines, namespace=switch)
 
     def _shape(self, link: Link) -> None:
         """Put the queues of ``link`` at both ends of every host's link, in place of those that are there."""
@@ -259,7 +252,7 @@ class Network:
                     lines.append(f"qdisc replace dev {device} root handle 1: {link.delay()}")
                 if link.rate_mbit is not None:
                     lines.append(f"qdisc replace dev {device} {'parent 1:1' if delayed else 'root'} {link.bucket()}")
-                _batch("tc", lines, namespace=namespace)
+                batch("tc", lines, namespace=namespace)
 
     def _close(self) -> None:
         self._signals.hold()
@@ -300,59 +293,13 @@ def socket_bytes(pids: Iterable[int]) -> dict[int, int]:
     if shutil.which("ss") is None:
         raise NetworkUnavailable("ss, which counts the bytes of TCP sockets, is not installed (package iproute2)")
     sent = dict.fromkeys(pids, 0)
-    for line in _tool("ss", "-tinpHO").splitlines():
+    for line in tool("ss", "-tinpHO").splitlines():
         count = re.search(r"\bbytes_sent:(\d+)", line)
         owners = [int(pid) for pid in re.findall(r"\bpid=(\d+)", line)]
         owner = next((pid for pid in owners if pid in sent), None)  # a socket of several processes counts once
         if count and owner is not None:
             sent[owner] += int(count[1])
     return sent
-
-
-class _Signals:
-    """SIGINT and SIGTERM while a network stands: the first one raises, and is repeated when all is removed."""
-
-    def __init__(self) -> None:
-        self._received: int | None = None
-        self._held = False
-        self._previous: dict[int, Any] = {}
-
-    def install(self) -> None:
-        self._received, self._held = None, False
-        for number in SIGNALS:
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # what is ignored stays ignored
-                self._previous[number] = signal.signal(number, self._handle)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """For cleaning up: a signal raises only afterwards."""
-        before = self._received
-        self.hold()
-        try:
-            yield
-        finally:
-            self._held = False
-        if before is None:
-            self._raise()
-
-    def hold(self) -> None:
-        self._held = True
-
-    def restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        if self._received is not None:
-            signal.raise_signal(self._received)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._received is None:  # a second one, as `timeout` sends it, must not interrupt the cleaning up
-            self._received = number
-            if not self._held:
-                self._raise()
-
-    def _raise(self) -> None:
-        if self._received is not None:
-            raise Interrupted(signal.Signals(self._received).name)
 
 
 def _between(value: object, low: float, high: float) -> bool:
@@ -373,31 +320,13 @@ def _require_delay(link: Link) -> None:
         return
     probe = f"{_new_prefix()}probe"
     try:
-        _tool("ip", "netns", "add", probe)
-        _batch("tc", [f"qdisc add dev lo root {link.delay()}"], namespace=probe)
+        tool("ip", "netns", "add", probe)
+        batch("tc", [f"qdisc add dev lo root {link.delay()}"], namespace=probe)
     except NetworkUnavailable as error:
         reason = f"link.delay_ms must be 0 here, got {link.delay_ms!r}: the kernel cannot delay packets; {error}"
         raise NetworkUnavailable(reason) from None
     finally:
         _remove([probe])
-
-
-def _batch(tool: str, lines: Sequence[str], *, namespace: str | None = None) -> None:
-    """Let ``ip`` or ``tc`` do all of ``lines``: one process, where each costs a busy machine a time slice."""
-    _tool(tool, *(["-n", namespace] if namespace else []), "-batch", "-", lines=lines)
-
-
-def _tool(*command: str, lines: Sequence[str] = (), check: bool = True) -> str:
-    """The output of ``command``, given ``lines`` to read; no signal, to this process or to both, ends it half-way."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # inherited
-    try:
-        done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if check and done.returncode != 0:
-        asked = f" with `{'; '.join(lines)}`" if lines else ""
-        raise NetworkUnavailable(f"`{' '.join(command)}`{asked} failed: {' '.join(done.stderr.split())}")
-    return done.stdout
 
 
 def _new_prefix() -> str:
@@ -420,7 +349,7 @@ def _alive(pid: str, started: str) -> bool:
 
 
 def _namespaces() -> list[str]:
-    return [line.split()[0] for line in _tool("ip", "netns", "list").splitlines()]
+    return [line.split()[0] for line in tool("ip", "netns", "list").splitlines()]
 
 
 def _remove(namespaces: Iterable[str]) -> None:
@@ -429,82 +358,11 @@ def _remove(namespaces: Iterable[str]) -> None:
     Another process may be removing the same leftovers: what is gone already is no error.
     """
     names = list(namespaces)
-    _kill(names)
+    kill(names)
     for name in names:
-        _tool("ip", "netns", "del", name, check=False)
+        tool("ip", "netns", "del", name, check=False)
     if left := set(names).intersection(_namespaces()):
         raise NetworkUnavailable(f"these namespaces cannot be removed: {', '.join(sorted(left))}")
-
-
-def _kill(namespaces: Sequence[str]) -> None:
-    """End every process in these namespaces, and wait until it has; one that the kernel does not let go stays."""
-    deadline = time.monotonic() + STOP_SECONDS
-    while time.monotonic() < deadline:
-        pids = [pid for name in namespaces for pid in _tool("ip", "netns", "pids", name, check=False).split()]
-        if not pids:
-            return
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-        time.sleep(POLL_SECONDS)
-
-
-def _start(command: Sequence[str], *, namespace: str, log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A process on a host, in a group of its own. Where ``setpriv`` is, even a kill -9 of this process ends it."""
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            ["ip", "netns", "exec", namespace, *until_death(), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **env},
-            preexec_fn=os.setpgrp,  # no session: it would lose this one's share of the processors (autogroup)
-        )
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]], namespaces: Sequence[str]) -> None:
-    """End processes with their groups, politely, then by force, as all that they have started in the namespaces."""
-    for process in processes:
-        _signal_group(process, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_SECONDS
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-        _signal_group(process, signal.SIGKILL)
-    _kill(namespaces)
-    for process in processes:
-        process.wait()
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-
-
-def _raise_failures(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> None:
-    failed = [
-        f"host {host} ended with {_status(process.returncode)};{tail(log)}"
-        for host, (process, log) in enumerate(zip(processes, logs, strict=True))
-        if process.returncode not in (None, 0)
-    ]
-    if failed:
-        raise HostFailed("\n".join(failed))
-
-
-def _status(returncode: int) -> str:
-    return f"exit status {returncode}" if returncode > 0 else signal.Signals(-returncode).name
-
-
-def until_death() -> list[str]:
-    """What to put before a command so that it gets SIGTERM when this process dies, even by kill -9, if it can be."""
-    return ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
-
-
-def tail(log: Path) -> str:
-    """The end of a log, for an error's message."""
-    lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-    return f" {log} ends with:\n" + "\n".join(lines) if lines else f" {log} is empty"
 
 
 def _parse_counters(net_dev: str, interface: str) -> Counters:

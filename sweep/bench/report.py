@@ -35,9 +35,13 @@ NOTE = (
     "Seconds and bytes of a step, medians weighed by the method's schedule, the first step left out. "
     "Payload: what a worker hands over. Wire: bytes of the {judge} over payload × 2(N−1)/N. "
     "Bound: the larger of compute (forward and backward of all workers at once, with nothing on the link) and "
-    "payload × 2(N−1)/N ÷ the best goodput of these links. "
-    f"The last columns are {BASELINE}'s figure over the method's, and with ddp_bf16 in its place."
+    "payload × 2(N−1)/N ÷ the best goodput of these links."
 )
+COMPARED = {  # columns of ratios, by the field of `Judged` that has the peer
+    "baseline": {"payload ×": "payload", "communication ×": "communication_s", "step ×": "step_s"},
+    "half": {"payload × bf16": "payload", "communication × bf16": "communication_s"},
+}
+COMPARED_NOTE = f"The last columns are {BASELINE}'s figure over the method's, and with {HALF} in its place."
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,17 @@ def slowest_link(cells: Sequence[Judged]) -> list[Judged]:
 
 
 def table(cells: Sequence[Judged], *, title: str, notes: Sequence[str]) -> Table:
-    """One row a cell."""
+    """One row a cell, with the ratios to those peers that are there."""
+    ratios = [
+        (peer, *ratio)
+        for peer, columns in COMPARED.items()
+        if any(getattr(cell, peer) for cell in cells)
+        for ratio in columns.items()
+    ]
     columns = (
         *("workers", "Mbit/s", "goodput", "method", "step (s)", "compute", "optimizer", "communication"),
         *("payload (MB)", "wire", "bound (s)", "step ÷ bound"),
-        *("payload ×", "communication ×", "step ×", "payload × bf16", "communication × bf16"),
+        *(column for _, column, _ in ratios),
     )
     lines = []
     for judged in cells:
@@ -105,8 +115,7 @@ def table(cells: Sequence[Judged], *, title: str, notes: Sequence[str]) -> Table
                 "-" if row.wire_ratio is None else f"{row.wire_ratio:.4f}",
                 f"{judged.bound:.3f}",
                 f"{row.step_s / judged.bound:.3f}",
-                *(_ratio(judged.baseline, row, key) for key in ("payload", "communication_s", "step_s")),
-                *(_ratio(judged.half, row, key) for key in ("payload", "communication_s")),
+                *(_ratio(getattr(judged, peer), row, key) for peer, _, key in ratios),
             )
         )
     return Table(title, columns, tuple(lines), tuple(notes))
@@ -161,6 +170,8 @@ def write(rows: Sequence[Row], out: Path, *, title: str, judge_name: str, readme
         The text of bench.md.
     """
     cells, note = judge(rows), NOTE.format(judge=judge_name)
+    if any(cell.baseline for cell in cells):
+        note += f" {COMPARED_NOTE}"
     text = table(cells, title=title, notes=[note]).markdown()
     (out / "bench.md").write_text(text, encoding="utf-8")
     draw(rows, out)

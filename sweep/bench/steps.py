@@ -52,6 +52,7 @@ def alternate(pieces: Mapping[str, Callable[[], None]], *, repeats: int) -> dict
     """Median seconds of each piece, run in turns after one turn that does not count."""
     times: dict[str, list[float]] = {name: [] for name in pieces}
     for turn in range(repeats + 1):
+        print(f"{', '.join(pieces)}: {f'turn {turn} of {repeats}' if turn else 'begin'}", flush=True)
         for name, piece in pieces.items():
             start = time.perf_counter()
             piece()
