@@ -45,14 +45,14 @@ METHODS = {
     "tsr": ("optimizer=tsr",),
     "tsr_head": ("optimizer=tsr", "rank.head=64"),
 }
-LOOP_STEPS = 10
+LOOP_STEPS = 5  # of a turn
 
 
 def alternate(pieces: Mapping[str, Callable[[], None]], *, repeats: int) -> dict[str, float]:
     """Median seconds of each piece, run in turns after one turn that does not count."""
     times: dict[str, list[float]] = {name: [] for name in pieces}
     for turn in range(repeats + 1):
-        print(f"{', '.join(pieces)}: {f'turn {turn} of {repeats}' if turn else 'begin'}", flush=True)
+        print(f"steps, forward and backward: {f'turn {turn} of {repeats}' if turn else 'begin'}", flush=True)
         for name, piece in pieces.items():
             start = time.perf_counter()
             piece()
@@ -132,7 +132,7 @@ def time_steps(model_name: str, *, tokens: int, length: int, repeats: int) -> di
 
 
 def time_loops(model_name: str, *, tokens: int, length: int, repeats: int) -> dict[str, float]:
-    """Tokens a second of this project's loop and of a plain one with DDP, both with AdamW."""
+    """Tokens a second of this project's loop and of a plain one with DDP, both with AdamW: medians of turns."""
     config, ours = model_of(f"model={model_name}", "optimizer=adamw")
     _, plain = model_of(f"model={model_name}")
     batch = torch.randint(config["model"]["vocab_size"], (tokens // length, length))
@@ -147,10 +147,23 @@ def time_loops(model_name: str, *, tokens: int, length: int, repeats: int) -> di
         run.begin(resumed_step=0)
         optimizer = build_optimizer(config, ours, Communicator())
         counts = {"tokens": batch.numel(), "positions": batch.numel(), "loss_tokens": rows.loss_tokens}
+        times: dict[str, list[float]] = {"ours": [], "plain": []}
 
         def steps(first: int) -> Iterator[GlobalStep]:
-            for step in range(first, first + LOOP_STEPS):
-                yield GlobalStep(step=step, micro_batches=[rows], **counts)
+            """The turns of one run; the plain loop has its own in between, while this run waits for its next step."""
+            for turn in range(repeats + 1):
+                print(f"training loops: {f'turn {turn} of {repeats}' if turn else 'begin'}", flush=True)
+                start = time.perf_counter()
+                for step in range(turn * LOOP_STEPS, (turn + 1) * LOOP_STEPS):
+                    yield GlobalStep(step=first + step, micro_batches=[rows], **counts)
+                middle = time.perf_counter()
+                for _ in range(LOOP_STEPS):
+                    reference.zero_grad(set_to_none=True)
+                    loss_of(wrapped, batch).backward()
+                    reference.step()
+                if turn:
+                    times["ours"].append(middle - start)
+                    times["plain"].append(time.perf_counter() - middle)
 
         trainer = Trainer(
             ours,
@@ -167,15 +180,8 @@ def time_loops(model_name: str, *, tokens: int, length: int, repeats: int) -> di
             run=run,
         )
         trainer.last_evaluation = {"eval/loss": math.nan}  # none is wanted
-
-        def plain_loop() -> None:
-            for _ in range(LOOP_STEPS):
-                reference.zero_grad(set_to_none=True)
-                loss_of(wrapped, batch).backward()
-                reference.step()
-
-        times = alternate({"ours": trainer.fit, "plain": plain_loop}, repeats=repeats)
-    return {name: LOOP_STEPS * batch.numel() / seconds for name, seconds in times.items()}
+        trainer.fit()
+    return {name: LOOP_STEPS * batch.numel() / statistics.median(seconds) for name, seconds in times.items()}
 
 
 @contextmanager
@@ -224,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--out", type=Path, required=True, metavar="DIR", help="where steps.json goes")
     add("--model", default="llama_60m", help="of experiment=table3")
     add("--tokens", type=int, default=4096, help="of forward and backward")
-    add("--loop-tokens", type=int, default=512, help="of a step of the training loops")
+    add("--loop-tokens", type=int, default=1024, help="of a step of the training loops")
     add("--length", type=int, default=256, help="tokens of a row")
     add("--repeats", type=int, default=5, help="measurements of each piece")
     add("--readme", nargs=2, metavar=("FILE", "NAME"), help="put the table between FILE's <!-- begin/end NAME -->, too")
