@@ -83,18 +83,6 @@ def test_workers_average_and_the_ledger_is_what_was_dispatched() -> None:
     assert results[0]["bf16"] == results[1]["bf16"] == results[2]["bf16"]
 
 
-def alone() -> tuple[dict[str, int], list[int]]:
-    communicator, sent = Communicator(), messages(1.0)
-    with CollectiveOracle() as oracle:
-        communicator.mean(sent)
-    return dict(oracle.calls), [message.tensor._version for message in sent]
-
-
-@pytest.mark.distributed
-def test_a_group_of_one_sends_nothing_and_copies_nothing() -> None:
-    assert run(1, alone) == [({}, [0, 0, 0])]
-
-
 def subgroups() -> tuple[float, int]:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     communicator = Communicator(group=pairs[dist.get_rank() // 2])

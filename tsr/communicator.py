@@ -3,8 +3,8 @@
 `Communicator.mean` packs the messages of one round into flat buffers of the wire's dtype, buckets, runs one all-reduce
 over each and writes the ledger. `Communicator.open` does the same for messages that come one after the other: a bucket
 leaves as soon as it and all before it are full, while backward goes on. What is in a bucket depends on the list of
-messages alone, so that both ways give the same bits. Where a worker is alone, the payload that it would send to others
-is counted; messages that the wire's dtype would round are rounded all the same, and others are left as they are.
+messages alone, so that both ways give the same bits. Without a process group there is no collective, and the payload
+that would have been sent is counted; messages that the wire's dtype would round are rounded, others left as they are.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class Communicator:
         return buckets
 
     def _leaves_alone(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are their own mean, to the bit: there is no other worker, and the wire would not round them."""
-        return self.world_size == 1 and all(
+        """Whether these are their own mean, to the bit: there is no process group, and the wire rounds none of them."""
+        return not self._connected and all(
             torch.promote_types(tensor.dtype, self.dtype) == self.dtype for tensor in tensors
         )
 

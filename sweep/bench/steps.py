@@ -134,6 +134,7 @@ def time_steps(model_name: str, *, tokens: int, length: int, repeats: int) -> di
 def time_loops(model_name: str, *, tokens: int, length: int, repeats: int) -> dict[str, float]:
     """Tokens a second of this project's loop and of a plain one with DDP, both with AdamW: medians of turns."""
     config, ours = model_of(f"model={model_name}", "optimizer=adamw")
+    optimizer = build_optimizer(config, ours, Communicator())  # before there is a group, which train.py needs none of
     _, plain = model_of(f"model={model_name}")
     batch = torch.randint(config["model"]["vocab_size"], (tokens // length, length))
     rows = Batch(batch, torch.full((len(batch),), length))
@@ -145,7 +146,6 @@ def time_loops(model_name: str, *, tokens: int, length: int, repeats: int) -> di
         )
         run = RunDirectory(Path(folder), config)
         run.begin(resumed_step=0)
-        optimizer = build_optimizer(config, ours, Communicator())
         counts = {"tokens": batch.numel(), "positions": batch.numel(), "loss_tokens": rows.loss_tokens}
         times: dict[str, list[float]] = {"ours": [], "plain": []}
 
