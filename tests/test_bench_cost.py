@@ -328,6 +328,9 @@ def test_forecast_of_another_model_from_a_bench(monkeypatch: pytest.MonkeyPatch)
     assert values_of(faster)["optimizer tsr"] == pytest.approx(0.06)
     assert (faster.compute_s, faster.inverse_efficiency) == (pytest.approx(0.2), pytest.approx(1 / 0.95))
     assert (faster.transfer_s, faster.latency_s) == (pytest.approx(2.5e-9 / 4), 0)  # of busy cores
+    far = replace(place, latency_ms=20.0)
+    rows = forecasts.predictions(forecast(cells, ["tsr"], wanted), [place, far], of="llama_350m")
+    assert {row.latency_ms: row.step_s for row in rows if row.method == "tsr"}.keys() == {place.latency_ms, 20.0}
 
 
 def test_figure_has_a_line_a_method_and_marks_crossovers() -> None:
